@@ -1,0 +1,58 @@
+"""How much host memory this process may still take: of the machine and of its control groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+AUTO_FRACTION = 0.8
+"""Part of what is left that ``host_memory: auto`` takes."""
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int:
+    """Host memory that can still be allocated on this node: MemAvailable, or less by a cgroup limit."""
+    free = [psutil.virtual_memory().available, *_cgroup_headrooms(Path("/proc/self/cgroup"), CGROUP_ROOT)]
+    return max(0, min(free))
+
+
+def _cgroup_headrooms(membership: Path, root: Path) -> Iterator[int]:
+    """Headroom of each control group above us that limits memory (cgroup v1 and v2)."""
+    if not membership.exists():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            yield from _headrooms(root, group, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            yield from _headrooms(
+                root / "memory", group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            )
+
+
+def _headrooms(top: Path, group: str, limit_file: str, usage_file: str, cache_key: str) -> Iterator[int]:
+    folder = top / group.lstrip("/")
+    for path in [folder, *folder.parents]:
+        if path == top.parent:
+            return
+        limit, usage = _number(path / limit_file), _number(path / usage_file)
+        if limit is not None and usage is not None:
+            yield limit - usage + _reclaimable(path / "memory.stat", cache_key)
+
+
+def _number(path: Path) -> int | None:
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _reclaimable(path: Path, key: str) -> int:
+    """Page cache that the kernel gives back before it kills."""
+    if not path.exists():
+        return 0
+    stats = dict(line.split() for line in path.read_text().splitlines())
+    return int(stats.get(key, 0))

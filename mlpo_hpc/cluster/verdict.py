@@ -1,0 +1,42 @@
+"""One verdict for all ranks: what one finds wrong, every rank raises."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from mlpo_hpc import errors
+
+
+def gather(value: Any) -> list[Any]:
+    """Collective over the training world. The values of all ranks, by world rank."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def raise_together(error: BaseException | None) -> None:
+    """Collective over the training world. If any rank has an error, all raise the same one.
+
+    Raises
+    ------
+    MlpoError
+        Of the lowest failing rank's class, naming host, rank and message of each failing rank.
+    """
+    mine = None
+    if error is not None:
+        mine = (type(error).__name__, socket.gethostname(), os.environ.get("RANK", "0"), str(error))
+    found = [entry for entry in gather(mine) if entry is not None]
+    if not found:
+        return
+    kind = getattr(errors, found[0][0], errors.MlpoError)
+    texts: dict[str, list[str]] = {}
+    for _, host, rank, text in found:
+        texts.setdefault(text, []).append(f"rank {rank} on {host}")
+    lines = [f"{', '.join(ranks)}: {text}" for text, ranks in texts.items()]
+    raise kind("\n".join(["the offload engine cannot start:", *lines])) from error

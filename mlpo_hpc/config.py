@@ -1,0 +1,249 @@
+"""The one configuration tree: the section ``mlp_offload`` of a DeepSpeed configuration.
+
+Sources, later ones win: defaults, ``ds_config["mlp_offload"]``, environment variables
+``MLPO_HPC_<KEY>`` (``MLPO_HPC_TOKENS__BACKEND`` for a nested key; values in JSON or plain text).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic.functional_validators import field_validator
+
+from mlpo_hpc.errors import ConfigError
+
+SECTION = "mlp_offload"
+ENV_PREFIX = "MLPO_HPC_"
+ENV_OF_OTHERS = {"ROOT", "SITE"}  # set by the environment module, not configuration keys
+
+# Where node-local storage is found on clusters when `dir` is "auto", first fit wins.
+NODE_LOCAL_VARIABLES = ("SLURM_TMPDIR", "LOCALSCRATCH", "LOCAL_SCRATCH", "LOCAL_TMPDIR", "TMPDIR")
+NODE_LOCAL_PATHS = ("/mnt/bb/${USER}", "/local/scratch", "/raid/scratch", "/tmp")
+SHARED_VARIABLES = ("SCRATCH", "PSCRATCH", "WORK")
+
+
+class Section(BaseModel):
+    """A part of the tree: unknown keys are errors that list the valid ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            unknown = sorted(set(values) - set(cls.model_fields))
+            if unknown:
+                valid = ", ".join(cls.model_fields)
+                raise ValueError(f"unknown key {', '.join(map(repr, unknown))}; valid keys: {valid}")
+        return values
+
+
+class Tier(Section):
+    """One place on storage that can hold state."""
+
+    name: str = Field(min_length=1)
+    """Name in logs and reports, such as ``nvme`` or ``pfs``."""
+    dir: str = Field(min_length=1)
+    """Existing directory; ``${VAR}`` is expanded; ``auto`` takes the first usual place that fits."""
+    kind: Literal["node_local", "shared"] | None = None
+    """Whether other nodes see the same files. Found out from the file system when not given."""
+    container: Literal["raw"] = "raw"
+    """The file that holds slots."""
+    transport: Literal["posix"] = "posix"
+    """How bytes reach the container."""
+    capacity: ByteSize | None = None
+    """Bytes this job may use here, on each node. Default: what is free."""
+    read_bps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Read bandwidth in bytes/s. Probed for a moment when not given."""
+    write_bps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Write bandwidth in bytes/s. Probed for a moment when not given."""
+    permits: int | None = Field(default=None, ge=1)
+    """How many may move bytes here at once; default ``tokens.permits``."""
+    allow_memory: bool = False
+    """Accept a file system that lives in memory (tmpfs, ramfs)."""
+
+
+class Tokens(Section):
+    """Who may move bytes on a tier, and for how long one waits."""
+
+    backend: Literal["auto", "local", "off"] = "auto"
+    """``local`` excludes within the process; ``auto`` is the best there is."""
+    permits: int = Field(default=1, ge=1)
+    """How many may move bytes on one tier in one direction at once."""
+    timeout_s: float = Field(default=1800, gt=0)
+    """A tier without any progress for this long ends the job."""
+
+
+class Static(Section):
+    """Placement by fixed weights, one for each tier, as in the paper (2:1)."""
+
+    static: list[float] = Field(min_length=1)
+
+    @field_validator("static")
+    @classmethod
+    def _weights(cls, weights: list[float]) -> list[float]:
+        if min(weights) < 0 or sum(weights) <= 0:
+            raise ValueError("weights must not be negative, and one must be positive")
+        return weights
+
+
+class OffloadConfig(Section):
+    """Everything the offload engine can be told; every key is optional."""
+
+    tiers: list[Tier] | None = None
+    """Storage tiers. ``[]``: host memory only. Absent: two directories under ``$TMPDIR``."""
+    host_memory: ByteSize | Literal["auto"] = "auto"
+    """Bytes per **node** for buffers and cache together, shared by its ranks."""
+    state_format: Literal["auto", "fp32"] = "auto"
+    """How state is laid out in bytes."""
+    order: Literal["alternate", "sequential"] = "alternate"
+    """Order of subgroups from step to step."""
+    placement: Literal["proportional"] | Static = "proportional"
+    """Which tier a chunk is written to."""
+    prefetch: int | Literal["auto"] = "auto"
+    """How many subgroups are read ahead at most; ``auto``: as many as memory holds."""
+    tokens: Tokens = Tokens()
+    chunk_bytes: ByteSize = ByteSize(64 * 2**20)
+    """Largest unit of I/O. Small subgroups use smaller chunks, so that all tiers share one."""
+    checksum: Literal["xxh3", "off"] = "xxh3"
+    """Checksum computed before each write and compared at the next read."""
+
+    @field_validator("prefetch")
+    @classmethod
+    def _prefetch(cls, depth: int | str) -> int | str:
+        if isinstance(depth, int) and depth < 0:
+            raise ValueError("prefetch must be 0 or more, or 'auto'")
+        return depth
+
+    @field_validator("chunk_bytes")
+    @classmethod
+    def _chunk(cls, size: ByteSize) -> ByteSize:
+        if size < 4096:
+            raise ValueError("chunk_bytes must be at least 4096")
+        return size
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OffloadConfig:
+        names = [tier.name for tier in self.tiers or []]
+        if len(set(names)) != len(names):
+            raise ValueError(f"tier names must differ, got {names}")
+        if isinstance(self.placement, Static) and len(self.placement.static) != len(names):
+            raise ValueError(f"placement.static needs one weight for each of {len(names)} tiers")
+        return self
+
+
+def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a DeepSpeed configuration as a dict of our own, from a dict or a JSON file.
+
+    Raises
+    ------
+    ConfigError
+        If the file is missing or is not a JSON object.
+    """
+    if isinstance(ds_config, Mapping):
+        return _copy(ds_config)
+    try:
+        content = json.loads(Path(ds_config).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the DeepSpeed configuration {ds_config}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{ds_config} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def load(ds_config: Mapping[str, Any] | str | os.PathLike[str]) -> OffloadConfig:
+    """Validate the section ``mlp_offload`` of a DeepSpeed configuration with its overrides.
+
+    Raises
+    ------
+    ConfigError
+        With one line for each fault.
+    """
+    section = read_ds_config(ds_config).get(SECTION) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{SECTION} must be an object, not {type(section).__name__}")
+    merged = _merge(_copy(section), _from_environment(os.environ))
+    try:
+        return OffloadConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def expand(path: str) -> str:
+    """Expand ``${VAR}``, ``$VAR`` and ``~``; an unset variable is an error that names it."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1) or match.group(2)
+        if name not in os.environ:
+            raise ConfigError(f"tier directory {path!r} needs the environment variable {name}, which is not set")
+        return os.environ[name]
+
+    return os.path.expanduser(re.sub(r"\$\{(\w+)\}|\$(\w+)", value, path))
+
+
+def auto_dir(kind: str | None) -> str:
+    """First usual place for a tier of this kind that exists and is writable.
+
+    Raises
+    ------
+    ConfigError
+        If none fits.
+    """
+    if kind == "shared":
+        candidates = [os.environ[name] for name in SHARED_VARIABLES if name in os.environ]
+    else:
+        candidates = [os.environ[name] for name in NODE_LOCAL_VARIABLES if name in os.environ]
+        candidates += [os.path.expandvars(path) for path in NODE_LOCAL_PATHS]
+    for path in candidates:
+        if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK):
+            return path
+    raise ConfigError(f"no usual place for a {kind or 'node_local'} tier exists here; give its 'dir' (tried {candidates})")
+
+
+def _copy(value: Any) -> Any:
+    """Copy nested mappings and lists; leave the rest (``auto`` strings, numbers) as it is."""
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    for key, value in extra.items():
+        nested = isinstance(value, dict) and isinstance(base.get(key), dict)
+        base[key] = _merge(base[key], value) if nested else value
+    return base
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, text in sorted(environ.items()):
+        key = variable.removeprefix(ENV_PREFIX)
+        if key == variable or key in ENV_OF_OTHERS:
+            continue
+        *parents, leaf = key.lower().split("__")
+        node = found
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = _json_or_text(text)
+    return found
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for fault in error.errors():
+        where = ".".join([SECTION, *(str(part) for part in fault["loc"])])
+        lines.append(f"{where}: {fault['msg'].removeprefix('Value error, ')}")
+    return "the configuration cannot be used:\n  " + "\n  ".join(lines)

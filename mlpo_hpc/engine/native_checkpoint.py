@@ -1,0 +1,121 @@
+"""DeepSpeed's own checkpoint files, subgroup by subgroup.
+
+State is copied to one unnamed file and handed to DeepSpeed as tensors mapped from it: what
+`torch.save` then reads is page cache, which the kernel takes back, never anonymous memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
+
+from mlpo_hpc.errors import ConfigError, UnsupportedError
+from mlpo_hpc.storage.base import round_up
+from mlpo_hpc.storage.posix import RawFile
+
+if TYPE_CHECKING:
+    from mlpo_hpc.engine.update import BoundState
+    from mlpo_hpc.state.store import Store
+
+
+class NativeCheckpoint:
+    """The part of `OffloadStage3` that saves and loads DeepSpeed's files."""
+
+    _store: Store
+    _state: BoundState
+    optimizer: torch.optim.Optimizer
+    fp32_partitioned_groups_flat: list[torch.Tensor]
+    fp16_partitioned_groups_flat: list[torch.Tensor]
+    _bound: dict[int, memoryview]
+
+    def _rigid_state_dict(self) -> dict[str, Any]:
+        copies = self._copy_all()
+        masters = self.fp32_partitioned_groups_flat
+        for subgroup, master in enumerate(masters):
+            self._state.bind(subgroup, copies[subgroup], self.optimizer, master)
+        try:
+            state_dict: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
+            state_dict[FP32_FLAT_GROUPS] = [master.detach() for master in masters]
+        finally:
+            for subgroup, master in enumerate(masters):
+                self._state.unbind(subgroup, copies[subgroup], self.optimizer, master)
+        return state_dict
+
+    def _copy_all(self) -> list[memoryview]:
+        """A copy of every record that stays valid while it is referred to, outside the budget and outside RAM."""
+        pipeline = self._store.pipeline
+        num_subgroups = len(self._state.numels)
+        if not pipeline.tiers:
+            return [self._look(subgroup) for subgroup in range(num_subgroups)]
+        roomiest = max(self._store.places, key=lambda place: place.filesystem.free_bytes)
+        slot_bytes = round_up(max(self._state.nbytes(i) for i in range(num_subgroups)))
+        file = RawFile(roomiest.path, slot_bytes, num_subgroups)
+        try:
+            for subgroup in range(num_subgroups):
+                file.write(subgroup, self._look(subgroup, held=True))
+                pipeline.put(subgroup, dirty=False)
+            mapped = memoryview(mmap.mmap(file.fd, 0))
+        finally:
+            file.close()
+        return [mapped[i * slot_bytes : i * slot_bytes + self._state.nbytes(i)] for i in range(num_subgroups)]
+
+    def _look(self, subgroup: int, held: bool = False) -> memoryview:
+        record = self._store.pipeline.get(subgroup)
+        if not held:
+            self._store.pipeline.put(subgroup, dirty=False)
+        return record
+
+    def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        self.loss_scaler = state_dict[LOSS_SCALER]
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
+        weights = state_dict[FP32_FLAT_GROUPS]
+        self._check_sizes([int(saved.numel()) for saved in weights])
+        states: dict[int, Any] = {}
+        if load_optimizer_states:
+            states = self._load_groups(state_dict[OPTIMIZER_STATE_DICT])
+        for subgroup, saved in enumerate(weights):
+            self._overwrite(subgroup, saved, states.get(subgroup) if load_optimizer_states else None)
+
+    def _check_sizes(self, saved: list[int]) -> None:
+        if saved != self._state.numels:
+            raise ConfigError(
+                f"the checkpoint was cut into {len(saved)} subgroups of up to {max(saved)} parameters a rank, this run "
+                f"into {len(self._state.numels)} of up to {max(self._state.numels)}. Set zero_optimization."
+                f"sub_group_size to what it was when the checkpoint was saved"
+            )
+
+    def _load_groups(self, saved: dict[str, Any]) -> dict[int, Any]:
+        """Restore hyper-parameters by group; return the saved state by subgroup."""
+        order: list[int] = []
+        for index in range(len(self.optimizer.param_groups)):
+            order += [s for s in range(len(self._state.numels)) if self.sub_group_to_group_id[s] == index]  # type: ignore[attr-defined]
+        for group, kept in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in kept.items() if key != "params"})
+        return {subgroup: saved["state"].get(packed) for packed, subgroup in enumerate(order)}
+
+    def _overwrite(self, subgroup: int, weights: torch.Tensor, state: dict[str, Any] | None) -> None:
+        """Set master weights and state, and the 16-bit weights from them."""
+        record = self._store.pipeline.get(subgroup)
+        self._state.restore(subgroup, record, weights, state)
+        master = self.fp32_partitioned_groups_flat[subgroup]
+        self._state.bind(subgroup, record, self.optimizer, master)
+        self._reassign_or_swap_out_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
+        self._state.unbind(subgroup, record, self.optimizer, master)
+        self._store.pipeline.put(subgroup)
+
+    def _restore_from_bit16_weights(self) -> None:
+        for subgroup, weights in enumerate(self.fp16_partitioned_groups_flat):
+            self._state.restore(subgroup, self._store.pipeline.get(subgroup), weights, None)
+            self._store.pipeline.put(subgroup)
+
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
+        """Universal checkpoints cannot be loaded yet."""
+        raise UnsupportedError("universal checkpoints cannot be loaded by the offload engine; load a ZeRO checkpoint")
+
+    def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str, *_: Any) -> None:
+        """Universal checkpoints cannot be loaded yet."""
+        raise UnsupportedError("universal checkpoints cannot be loaded by the offload engine; load a ZeRO checkpoint")

@@ -1,0 +1,300 @@
+"""DeepSpeed's ZeRO-3 optimizer with its state on our store.
+
+Towards DeepSpeed the state is offloaded to the CPU and every subgroup is "swappable". `step`
+stays DeepSpeed's own; the five methods that it calls for each subgroup get a *position*, which
+is mapped to a subgroup here, so that the order may change from step to step. Nothing in that
+loop is collective.
+
+DeepSpeed keeps the 16-bit gradients of all local partitions in one flat host buffer in subgroup
+order; a slice of it becomes the 32-bit gradient only when its subgroup is updated.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from mlpo_hpc.cluster.node import find_node
+from mlpo_hpc.cluster.verdict import gather, raise_together
+from mlpo_hpc.engine.native_checkpoint import NativeCheckpoint
+from mlpo_hpc.engine.translate import Translation
+from mlpo_hpc.engine.update import BoundState, probe_optimizer
+from mlpo_hpc.errors import MlpoError
+from mlpo_hpc.state.cache import step_order
+from mlpo_hpc.state.codec.fp32 import ITEM_BYTES
+from mlpo_hpc.state.store import Store, figures, node_share_bytes, open_store
+from mlpo_hpc.state.table import Record
+from mlpo_hpc.telemetry.log import say
+from mlpo_hpc.telemetry.report import PhaseClock, StepReport
+
+LEAST_SUBGROUPS = 16
+RECORDS_IN_BUDGET = 4
+"""Records (12 B a parameter) that should fit into host memory beside a 32-bit gradient."""
+
+
+class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
+    """ZeRO-3 whose fp32 weights and optimizer state live on several tiers at once.
+
+    Built by `deepspeed.initialize` under `mlpo_hpc.offload`; takes what its base takes.
+    """
+
+    translation: Translation
+    """Set on a subclass for each `offload` context."""
+
+    def __init__(self, module: torch.nn.Module, init_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        self._node = find_node()
+        self._config = self.translation.offload
+        self._in_step = False
+        self._flipped = False
+        self._steps = 0
+        self._order: list[int] = []
+        self._updated = 0
+        self._active: set[int] = set()
+        self._had_gradient: set[int] = set()
+        self._bound: dict[int, memoryview] = {}
+        self._clock = PhaseClock()
+        self._reporter = StepReport()
+        self._report: dict[str, Any] | None = None
+        if self.translation.sub_group_size is None:
+            kwargs["sub_group_size"] = self._choose_subgroup_size(init_optimizer, kwargs)
+        super().__init__(module, init_optimizer, *args, **kwargs)
+        self._watch_forward(module)
+
+    # ---- construction ---------------------------------------------------------------------
+
+    def _choose_subgroup_size(self, optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> int:
+        """Collective over the training world. Small enough for the budget, and 16 a rank at least."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        numel = sum(-(-getattr(p, "ds_numel", p.numel()) // self._node.world_size) for p in parameters)
+        share_bytes = node_share_bytes(self._config, self._node, 2 * ITEM_BYTES * numel)
+        fits = share_bytes // ((3 * RECORDS_IN_BUDGET + 1) * ITEM_BYTES)
+        size = min(gather(max(1, min(-(-numel // LEAST_SUBGROUPS), fits))))
+        say("sub_group_size %d chosen from %.0f MB of host memory a rank", size, share_bytes / 1e6)
+        return int(size)
+
+    def _create_fp32_partitions(self) -> None:
+        failure = None
+        try:
+            specs = [probe_optimizer(self.optimizer, group) for group in self.optimizer.param_groups]
+        except MlpoError as error:
+            failure = error
+        raise_together(failure)
+        numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
+        self._state = BoundState([specs[self.sub_group_to_group_id[i]] for i in range(len(numels))], numels)
+        self._store = self._open_store(numels)
+        self.optimizer_swapper = self  # the base hands the new partitions to `initialize_parameters`
+        super()._create_fp32_partitions()
+
+    def _open_store(self, numels: list[int]) -> Store:
+        records = [Record(self._label(i), self._state.nbytes(i)) for i in range(len(numels))]
+        gradient_bytes = sum(numels) * torch.empty(0, dtype=self.gradient_accumulation_dtype).element_size()
+        store = open_store(self._config, self._node, records, max(numels) * ITEM_BYTES, gradient_bytes)
+        weakref.finalize(self, store.close)  # also at interpreter exit
+        self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))
+        self._offsets = [sum(numels[:i]) for i in range(len(numels))]
+        return store
+
+    def _label(self, subgroup: int) -> str:
+        names = [self.param_names.get(p, "?") for p in self.fp16_groups[subgroup]]
+        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        return f"state of subgroup {subgroup} ({span})"
+
+    def initialize_parameters(self, parameters: list[torch.Tensor], src_tensors: list[torch.Tensor]) -> None:
+        """Make the first state of every subgroup, one at a time: never a full fp32 copy in memory."""
+        assert len(parameters) == len(self._state.numels)
+        fill = list(reversed(self._next_order()))  # so that the first step finds its head in host memory
+        pipeline = self._store.pipeline
+        pipeline.plan(fill)
+        for subgroup in fill:
+            self._state.create(subgroup, pipeline.create(subgroup), src_tensors[subgroup])
+            pipeline.put(subgroup)
+
+    def initialize_optimizer_states(self) -> None:
+        """Nothing to do: the records hold it already."""
+
+    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
+        return True
+
+    def _watch_forward(self, module: torch.nn.Module) -> None:
+        clock = self._clock
+        self._forward_hooks = [
+            module.register_forward_pre_hook(lambda *_: clock.start("forward")),
+            module.register_forward_hook(lambda *_: clock.stop("forward")),
+        ]
+
+    # ---- gradients ------------------------------------------------------------------------
+
+    def backward_prologue(self, *args: Any, **kwargs: Any) -> Any:
+        self._store.pipeline.check()  # a write that failed since the last step ends the job here
+        self._clock.start("backward")
+        return super().backward_prologue(*args, **kwargs)
+
+    def backward_epilogue(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_epilogue(*args, **kwargs)
+        self._clock.stop("backward")
+        return result
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
+        """A parameter first used after micro-step 0 begins from zero, not from the last window's gradient."""
+        if self.micro_step_id > 0:
+            for param in params_to_release:
+                if param.ds_id not in self._offload_boundary_param_ids:
+                    self._slice_of(param).zero_()
+        return super().partition_grads(params_to_release, grad_partitions)
+
+    def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, *_: Any) -> None:
+        """Only the norm: the gradient stays 16-bit until the update."""
+        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
+        """Parameters that the last micro-step did not use count too."""
+        for param in params:
+            key = self.get_param_id(param)
+            if param.ds_id in self._active and key not in self.norm_for_param_grads:
+                self.norm_for_param_grads[key] = self._constant_buffered_norm2(self._slice_of(param))
+        return super().complete_grad_norm_calculation_for_cpu_offload(params)
+
+    def _pre_step(self) -> None:
+        """Parameters that no micro-step of this window used have no gradient."""
+        self._active = set(self._offload_boundary_param_ids)
+        for params in self.fp16_groups if self._had_gradient - self._active else ():
+            for param in params:
+                if param.ds_id in self._had_gradient and param.ds_id not in self._active:
+                    self._slice_of(param).zero_()
+        self._had_gradient = set(self._active)
+        super()._pre_step()
+
+    def _slice_of(self, param: Any) -> torch.Tensor:
+        subgroup, offset, numel = self.grad_position[self.get_param_id(param)]
+        return self.grad_partitions_flat_buffer.narrow(0, self._offsets[subgroup] + offset, numel)
+
+    def _slice(self, subgroup: int) -> torch.Tensor:
+        return self.grad_partitions_flat_buffer.narrow(0, self._offsets[subgroup], self._state.numels[subgroup])
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        """Gradients of this rank: subgroup -> parameter index -> fp32 partition."""
+        return {
+            subgroup: {index: self._slice_of(param).to(torch.float32) for index, param in enumerate(params)}
+            for subgroup, params in enumerate(self.fp16_groups)
+        }
+
+    # ---- the step -------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        """Collective over the data-parallel group. Update all subgroups in this step's order."""
+        self._order = self._next_order()
+        self._updated = 0
+        self._in_step = True
+        begin = time.perf_counter()
+        try:
+            super().step(closure)
+        finally:
+            self._in_step = False
+        if self._updated:  # an overflow skips the step: the same head is in host memory still
+            self._flipped = not self._flipped
+            self._steps += 1
+        update_s = time.perf_counter() - begin
+        self._report = self._reporter.build(self._steps, self._clock.take(), update_s, figures(self._store.pipeline))
+
+    def _next_order(self) -> list[int]:
+        return step_order(len(self.fp16_groups), self._config.order, self._flipped)
+
+    def _subgroup_at(self, position: int) -> int:
+        return self._order[position] if self._in_step else position
+
+    def _prepare_sub_group(self, position: int, *args: Any) -> Any:
+        if self._in_step and position == 0:
+            following = step_order(len(self._order), self._config.order, not self._flipped)
+            self._store.pipeline.begin(self._order, following)
+        return super()._prepare_sub_group(self._subgroup_at(position), *args)
+
+    def unscale_and_clip_grads(self, position: int, *args: Any) -> Any:
+        return super().unscale_and_clip_grads(self._subgroup_at(position), *args)
+
+    def _optimizer_step(self, position: int) -> Any:
+        return super()._optimizer_step(self._subgroup_at(position))
+
+    def _reassign_or_swap_out_partitioned_parameters(self, position: int) -> Any:
+        return super()._reassign_or_swap_out_partitioned_parameters(self._subgroup_at(position))
+
+    def _release_sub_group(self, position: int, *args: Any) -> Any:
+        self._updated += self._in_step
+        return super()._release_sub_group(self._subgroup_at(position), *args)
+
+    # ---- state in and out of host memory --------------------------------------------------
+
+    def _optimizer_states_and_gradient_swap_in(self, sub_group_id: int, timer_names: Any = None) -> None:
+        """Bring a subgroup's state into host memory and make its 32-bit gradient."""
+        record = self._store.pipeline.get(sub_group_id)
+        master = self.fp32_partitioned_groups_flat[sub_group_id]
+        self._bound[sub_group_id] = record
+        self._state.bind(sub_group_id, record, self.optimizer, master)
+        if getattr(self, "grad_partitions_flat_buffer", None) is not None:
+            gradient = self._gradient.narrow(0, 0, master.numel())
+            gradient.copy_(self._slice(sub_group_id))
+            master.grad = gradient
+
+    def _optimizer_states_and_gradient_swap_out(self, sub_group_id: int, timer_names: Any = None) -> None:
+        self._give_back(sub_group_id, dirty=True)
+
+    def _release_swap_buffers(self, sub_group_id: int) -> None:
+        self._give_back(sub_group_id, dirty=False)
+
+    def _writeback_swap_state(self, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
+        """Keep what `safe_set_*` changed; a gradient is rounded to the type of DeepSpeed's buffer."""
+        if write_gradients:
+            self._slice(sub_group_id).copy_(self.fp32_partitioned_groups_flat[sub_group_id].grad)
+            for param in self.fp16_groups[sub_group_id]:
+                if param.ds_id not in self._offload_boundary_param_ids and self._slice_of(param).any():
+                    self._offload_boundary_param_ids.add(param.ds_id)
+        self._give_back(sub_group_id, dirty=write_opt_state)
+
+    def _give_back(self, subgroup: int, dirty: bool) -> None:
+        master = self.fp32_partitioned_groups_flat[subgroup]
+        self._state.unbind(subgroup, self._bound.pop(subgroup), self.optimizer, master)
+        self._store.pipeline.put(subgroup, dirty)
+
+    def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: Any = None) -> Any:
+        return self._own_copy(super()._get_fp32_opt_state_partition, param, release_swap_buffers, optim_state_key)
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
+        return self._own_copy(super()._get_fp32_grad_state_partition, param, release_swap_buffers)
+
+    def _own_copy(self, get: Any, param: Any, release_swap_buffers: bool, *args: Any) -> Any:
+        """What is handed out when its buffer is released must not change with the buffer."""
+        partition, subgroup = get(param, False, *args)
+        if release_swap_buffers:
+            partition = partition.clone()
+            self._release_swap_buffers(subgroup)
+        return partition, subgroup
+
+    # ---- figures and the end --------------------------------------------------------------
+
+    def offload_report(self) -> dict[str, Any]:
+        """Figures of the last step; see `StepReport.build` for the keys.
+
+        Raises
+        ------
+        MlpoError
+            Before the first step.
+        """
+        if self._report is None:
+            raise MlpoError("there is no report before the first optimizer step")
+        return self._report
+
+    def destroy(self) -> None:
+        """End the I/O threads, drop files and memory, then what DeepSpeed's own does."""
+        for hook in self._forward_hooks:
+            hook.remove()
+        self._store.close()
+        super().destroy()
+
+
+def synchronous() -> bool:
+    """Whether the accelerator runs in step with the host (a CPU does)."""
+    return bool(get_accelerator().is_synchronized_device())

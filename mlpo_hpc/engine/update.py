@@ -1,0 +1,175 @@
+"""From a record in host memory to what the torch optimizer updates, and back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mlpo_hpc.errors import UnsupportedError
+from mlpo_hpc.state.codec import fp32
+
+PROBE_NUMEL = 8
+
+# Optimizers whose state before the first step is all zero, so that it can be in place from the start.
+ZERO_INITIAL_STATE: tuple[type, ...] = (torch.optim.Adam, torch.optim.AdamW)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What one optimizer keeps for each parameter."""
+
+    vectors: tuple[str, ...]
+    """Keys of fp32 tensors shaped like the parameter: they travel with the master weights."""
+    scalars: dict[str, Any]
+    """The other keys, with their values after one step: they stay in host memory."""
+    zero_initial: bool
+    """Whether all of it is zero before the first step."""
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors of a record: master weights and state."""
+        return 1 + len(self.vectors)
+
+
+def probe_optimizer(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> StateSpec:
+    """Find out what an optimizer keeps, by one step of its own code on a tiny parameter.
+
+    Raises
+    ------
+    UnsupportedError
+        If the optimizer cannot step on a parameter it was not made with, or keeps state that is
+        neither shaped like the parameter nor small.
+    """
+    parameter = torch.zeros(PROBE_NUMEL, requires_grad=True)
+    parameter.grad = torch.zeros(PROBE_NUMEL)
+    double = _double(optimizer, {**group, "params": [parameter]})
+    try:
+        double.step()
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot be offloaded: it does not step on a parameter that it was not made "
+            f"with ({type(error).__name__}: {error}). Use AdamW or another torch optimizer that makes its state lazily."
+        ) from error
+    state = double.state[parameter]
+    vectors = tuple(key for key, value in state.items() if _is_vector(value))
+    odd = [key for key, value in state.items() if torch.is_tensor(value) and key not in vectors and value.numel() > 1]
+    if odd:
+        raise UnsupportedError(f"{type(optimizer).__name__} keeps state of a shape or type that cannot be offloaded: {odd}")
+    scalars = {key: value for key, value in state.items() if key not in vectors}
+    return StateSpec(vectors, scalars, type(optimizer) in ZERO_INITIAL_STATE)
+
+
+def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """The same optimizer with one other parameter: no hooks, no scheduler's wrapper, state of its own."""
+    double = object.__new__(_without_del(type(optimizer)))
+    double.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    double.param_groups = [group]
+    double.state = defaultdict(dict)
+    double._optimizer_step_pre_hooks = OrderedDict()
+    double._optimizer_step_post_hooks = OrderedDict()
+    return double
+
+
+def _without_del(kind: type) -> Any:
+    """DeepSpeed's own CPU optimizers free their C++ half in `__del__`, which the double shares."""
+    return type(kind.__name__, (kind,), {"__del__": lambda self: None}) if hasattr(kind, "__del__") else kind
+
+
+def _is_vector(value: Any) -> bool:
+    return torch.is_tensor(value) and value.shape == (PROBE_NUMEL,) and value.dtype == torch.float32
+
+
+class BoundState:
+    """Scalars and presence of state for each subgroup, and the binding of records to torch tensors.
+
+    Parameters
+    ----------
+    specs : list of StateSpec
+        Of each subgroup.
+    numels : list of int
+        Items of each subgroup.
+    """
+
+    def __init__(self, specs: list[StateSpec], numels: list[int]) -> None:
+        self.specs = specs
+        self.numels = numels
+        self._scalars: list[dict[str, Any] | None] = [_initial_scalars(spec) for spec in specs]
+
+    def nbytes(self, subgroup: int) -> int:
+        """Bytes of a subgroup's record."""
+        return fp32.record_bytes(self.numels[subgroup], self.specs[subgroup].num_vectors)
+
+    def vectors(self, subgroup: int, record: memoryview) -> list[torch.Tensor]:
+        """Master weights and state vectors of a record."""
+        return fp32.vectors(record, self.numels[subgroup], self.specs[subgroup].num_vectors)
+
+    def create(self, subgroup: int, record: memoryview, weights: torch.Tensor) -> None:
+        """Write the first state: master weights from the 16-bit ones, everything else zero."""
+        master, *rest = self.vectors(subgroup, record)
+        master.copy_(weights.detach().reshape(-1))
+        for vector in rest:
+            vector.zero_()
+
+    def bind(self, subgroup: int, record: memoryview, optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
+        """Let the optimizer's parameter and state point into the record."""
+        data, *rest = self.vectors(subgroup, record)
+        master.data = data
+        scalars = self._scalars[subgroup]
+        if scalars is not None:
+            keys = self.specs[subgroup].vectors
+            values = dict(zip(keys, rest, strict=True)) | scalars
+            optimizer.state[master] = {key: values[key] for key in self._key_order(subgroup) if key in values}
+
+    def unbind(self, subgroup: int, record: memoryview, optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
+        """Take the state back: vectors that the optimizer made anew go into the record."""
+        _, *rest = self.vectors(subgroup, record)
+        state = optimizer.state.pop(master, None)
+        if state:
+            slots = dict(zip(self.specs[subgroup].vectors, rest, strict=True))
+            for key, slot in slots.items():
+                value = state.pop(key, None)
+                if value is None:
+                    raise UnsupportedError(f"the optimizer keeps no {key!r} for {master.shape}, which its probe had")
+                if value.data_ptr() != slot.data_ptr():
+                    slot.copy_(value)
+            grown = [key for key, value in state.items() if torch.is_tensor(value) and value.numel() > 1]
+            if grown:
+                raise UnsupportedError(f"the optimizer began to keep {grown}, which its probe did not have")
+            self._scalars[subgroup] = state
+        master.data = torch.empty(0, dtype=torch.float32)
+        master.grad = None
+
+    def restore(self, subgroup: int, record: memoryview, weights: torch.Tensor, state: dict[str, Any] | None) -> None:
+        """Write state from a checkpoint into a record. Without `state` only the master weights."""
+        master, *rest = self.vectors(subgroup, record)
+        master.copy_(weights.detach().reshape(-1))
+        if state is None:
+            return
+        for key, slot in zip(self.specs[subgroup].vectors, rest, strict=True):
+            if key in state:
+                slot.copy_(state[key].reshape(-1))
+            else:
+                slot.zero_()
+        # Each subgroup its own copy: the optimizer counts steps in place, and a checkpoint may hold
+        # one step tensor for all.
+        rest_of_state = {key: value for key, value in state.items() if key not in self.specs[subgroup].vectors}
+        self._scalars[subgroup] = {k: v.clone() if torch.is_tensor(v) else v for k, v in rest_of_state.items()} or (
+            _initial_scalars(self.specs[subgroup])
+        )
+
+    def scalars(self, subgroup: int) -> dict[str, Any] | None:
+        """State that is not a vector; None before the first step of an optimizer that makes it lazily."""
+        return self._scalars[subgroup]
+
+    def _key_order(self, subgroup: int) -> list[str]:
+        spec = self.specs[subgroup]
+        return [*spec.scalars, *spec.vectors, *(key for key in self._scalars[subgroup] or {} if key not in spec.scalars)]
+
+
+def _initial_scalars(spec: StateSpec) -> dict[str, Any] | None:
+    if not spec.zero_initial:
+        return None
+    return {key: torch.zeros_like(value) if torch.is_tensor(value) else 0 for key, value in spec.scalars.items()}

@@ -1,0 +1,1 @@
+"""How state is laid out in bytes."""

@@ -1,0 +1,76 @@
+"""The layout: how large chunks are, how many slots each tier gets, and the least host memory that works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlpo_hpc.errors import TierFull
+from mlpo_hpc.state.placement import SPARE_RECORDS, divide_slots
+from mlpo_hpc.state.table import cuts
+from mlpo_hpc.storage.base import ALIGNMENT_BYTES, round_up
+
+CHUNKS_PER_RECORD = 6
+"""Chunks that the largest record is cut into at least, so that several tiers can share it."""
+LEAST_CHUNK_BYTES = 2**20
+"""Smaller transfers waste a drive's bandwidth (unless `chunk_bytes` asks for them)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one rank lays out on its tiers."""
+
+    chunk_bytes: int
+    slots: list[int]
+    """Slots of each tier."""
+
+    @property
+    def storage_bytes(self) -> int:
+        """Space that the slots take on all tiers."""
+        return self.chunk_bytes * sum(self.slots)
+
+
+def least_host_bytes(sizes: Sequence[int], scratch_bytes: int, have_tiers: bool) -> int:
+    """Host memory of one rank with which every step can finish.
+
+    Two of the largest subgroup's state (one is updated while the other moves) and one 32-bit
+    gradient; without tiers, all state.
+    """
+    states = min(sum(sizes), 2 * max(sizes)) if have_tiers else sum(sizes)
+    return states + round_up(scratch_bytes)
+
+
+def pick_chunk_bytes(sizes: Sequence[int], largest_bytes: int) -> int:
+    """Chunk size: small enough that tiers share a record, large enough for bandwidth."""
+    shared = max(LEAST_CHUNK_BYTES, round_up(-(-max(sizes) // CHUNKS_PER_RECORD)))
+    limit = max(ALIGNMENT_BYTES, largest_bytes - largest_bytes % ALIGNMENT_BYTES)
+    return min(limit, shared)
+
+
+def lay_out(sizes: Sequence[int], largest_chunk_bytes: int, weights: Sequence[float], room_bytes: Sequence[int]) -> Layout:
+    """Divide the slots for all subgroups, and for new copies in flight, among the tiers.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Bytes of each subgroup's state.
+    largest_chunk_bytes : int
+        As configured.
+    weights : sequence of float
+        Share of each tier.
+    room_bytes : sequence of int
+        What this rank may use on each tier.
+
+    Raises
+    ------
+    TierFull
+        If the tiers together are too small.
+    """
+    chunk_bytes = pick_chunk_bytes(sizes, largest_chunk_bytes)
+    chunks = [len(cuts(size, chunk_bytes)) for size in sizes]
+    num_slots = sum(chunks) + SPARE_RECORDS * max(chunks)
+    limits = [room // chunk_bytes for room in room_bytes]
+    slots = divide_slots(num_slots, weights, limits)
+    if slots is None:
+        raise TierFull(f"needs {num_slots * chunk_bytes:,} bytes on its tiers, which have room for {sum(room_bytes):,}")
+    return Layout(chunk_bytes, slots)

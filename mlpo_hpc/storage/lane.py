@@ -1,0 +1,127 @@
+"""A lane: the I/O threads that move the chunks of one tier in one direction, in order of asking."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from mlpo_hpc.errors import CorruptState, here
+from mlpo_hpc.storage.base import Container
+from mlpo_hpc.telemetry.metrics import Meter
+from mlpo_hpc.tokens.base import Turn
+
+THREADS_PER_LANE = 2  # chunks in flight a tier and direction; enough to saturate a drive with 8-64 MiB chunks
+JOIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Move `view` from or to a slot, then call `done(checksum, error)` from the I/O thread."""
+
+    slot: int
+    view: memoryview
+    label: str
+    """Whose state it is, in messages."""
+    expected: int | None
+    """Checksum to find when reading; None: do not look."""
+    done: Callable[[int | None, BaseException | None], None]
+
+
+class Lane:
+    """Base of `ReadLane` and `WriteLane`: queue, threads, turn, meter.
+
+    Parameters
+    ----------
+    name : str
+        Tier and direction, names the threads.
+    container : Container
+        Where the slots are.
+    turn : Turn
+        The rank's hold on the tier's token.
+    checksum : bool
+        Whether to compute and compare checksums.
+    """
+
+    def __init__(self, name: str, container: Container, turn: Turn, checksum: bool) -> None:
+        self.name = name
+        self.meter = Meter()
+        self._container = container
+        self._turn = turn
+        self._checksum = checksum
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"mlpo-{name}-{i}", daemon=True) for i in range(THREADS_PER_LANE)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a chunk. Its bytes must stay as they are until `done` is called."""
+        self._jobs.put(job)
+
+    def queued(self) -> int:
+        """Chunks not yet begun."""
+        return self._jobs.qsize()
+
+    def close(self) -> bool:
+        """Drop what is queued, let the transfers in flight end; False if a thread is stuck in one."""
+        self._cancelled.set()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(JOIN_S)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._cancelled.is_set():
+                continue
+            checksum, error = None, None
+            try:
+                checksum = self._move(job)
+            except BaseException as failure:  # handed to the pipeline, which raises it in the main thread
+                error = failure
+            job.done(checksum, error)
+
+    def _move(self, job: Job) -> int | None:
+        raise NotImplementedError
+
+    def _transfer(self, call: Callable[[int, memoryview], None], job: Job) -> None:
+        self.meter.waited(self._turn.enter())
+        try:
+            with self.meter.moving(job.view.nbytes):
+                call(job.slot, job.view)
+        finally:
+            self._turn.leave()
+
+
+class ReadLane(Lane):
+    """Moves chunks from storage to memory and compares their checksums."""
+
+    def _move(self, job: Job) -> int | None:
+        self._transfer(self._container.read, job)
+        if not self._checksum or job.expected is None:
+            return None
+        found = xxhash.xxh3_64_intdigest(job.view)
+        if found != job.expected:
+            raise CorruptState(
+                f"{job.label} read from slot {job.slot} (byte {job.slot * self._container.slot_bytes}) is not what was "
+                f"written there: checksum {found:016x} instead of {job.expected:016x}, on "
+                f"{here(self._container.path)}. The device or something else altered the state file: "
+                "check the device, then resume from the last checkpoint."
+            )
+        return found
+
+
+class WriteLane(Lane):
+    """Computes checksums and moves chunks from memory to storage."""
+
+    def _move(self, job: Job) -> int | None:
+        checksum = xxhash.xxh3_64_intdigest(job.view) if self._checksum else None
+        self._transfer(self._container.write, job)
+        return checksum

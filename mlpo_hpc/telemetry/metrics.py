@@ -1,0 +1,83 @@
+"""Counters of one tier and direction, and what changed between two looks at them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+MAX_SPANS = 65536
+
+
+@dataclass(frozen=True)
+class Span:
+    """One chunk's way: begin and end in seconds of `time.perf_counter`."""
+
+    begin_s: float
+    end_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Totals since the start."""
+
+    nbytes: int = 0
+    busy_s: float = 0.0
+    """Time in which at least one chunk was moving."""
+    wait_s: float = 0.0
+    """Time that threads waited for the token."""
+
+    def since(self, earlier: Figures) -> Figures:
+        """What was added after `earlier`."""
+        return Figures(self.nbytes - earlier.nbytes, self.busy_s - earlier.busy_s, self.wait_s - earlier.wait_s)
+
+
+class Meter:
+    """Thread-safe counters of what moves on one tier in one direction."""
+
+    def __init__(self) -> None:
+        self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._lock = threading.Lock()
+        self._nbytes = 0
+        self._busy_s = 0.0
+        self._wait_s = 0.0
+        self._moving = 0
+        self._busy_since = 0.0
+
+    @contextmanager
+    def moving(self, nbytes: int) -> Iterator[None]:
+        """Count a chunk; bytes are added when all of them arrived."""
+        begin = time.perf_counter()
+        with self._lock:
+            if not self._moving:
+                self._busy_since = begin
+            self._moving += 1
+        arrived = 0
+        try:
+            yield
+            arrived = nbytes
+        finally:
+            end = time.perf_counter()
+            with self._lock:
+                self._moving -= 1
+                self._nbytes += arrived
+                if not self._moving:
+                    self._busy_s += end - self._busy_since
+                self.spans.append(Span(begin, end, arrived))
+
+    def waited(self, seconds: float) -> None:
+        """Add time spent waiting for the token."""
+        with self._lock:
+            self._wait_s += seconds
+
+    def figures(self) -> Figures:
+        """Totals up to now."""
+        with self._lock:
+            busy_s = self._busy_s
+            if self._moving:
+                busy_s += time.perf_counter() - self._busy_since
+            return Figures(self._nbytes, busy_s, self._wait_s)

@@ -1,0 +1,1 @@
+"""Permission to move bytes on a tier."""
