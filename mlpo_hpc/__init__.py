@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     from os import PathLike
 
 __version__ = "0.1.0"
-__all__ = ["MlpoError", "OffloadConfig", "__version__", "initialize", "offload"]
+__all__ = ["MlpoError", "OffloadConfig", "__version__", "init_distributed", "initialize", "offload"]
+
+
+def init_distributed() -> None:
+    """Collective over all ranks. Start torch.distributed from whatever launched this process.
+
+    Works under srun, mpirun (Open MPI, MPICH), torchrun and alone; values already set are
+    respected. `initialize` does it too: call it earlier to build a model under
+    ``deepspeed.zero.Init``.
+    """
+    from mlpo_hpc.engine.inject import init_distributed as engine_init_distributed
+
+    engine_init_distributed()
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

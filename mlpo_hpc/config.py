@@ -147,7 +147,7 @@ def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str]) -> dic
         If the file is missing or is not a JSON object.
     """
     if isinstance(ds_config, Mapping):
-        return _copy(ds_config)
+        return dict(_copy(ds_config))
     try:
         content = json.loads(Path(ds_config).read_text())
     except (OSError, ValueError) as error:
@@ -203,7 +203,9 @@ def auto_dir(kind: str | None) -> str:
     for path in candidates:
         if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK):
             return path
-    raise ConfigError(f"no usual place for a {kind or 'node_local'} tier exists here; give its 'dir' (tried {candidates})")
+    raise ConfigError(
+        f"no usual place for a {kind or 'node_local'} tier exists here; give its 'dir' (tried {candidates})"
+    )
 
 
 def _copy(value: Any) -> Any:

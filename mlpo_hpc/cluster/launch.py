@@ -111,7 +111,8 @@ def _agree_by_mpi(world_size: int) -> tuple[str, int]:
         )
     hosts = world.allgather(socket.gethostname())
     address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
-    return world.bcast((address, free_port()) if world.rank == 0 else None)
+    chosen: tuple[str, int] = world.bcast((address, free_port()) if world.rank == 0 else None)
+    return chosen
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 def available_bytes() -> int:
     """Host memory that can still be allocated on this node: MemAvailable, or less by a cgroup limit."""
     free = [psutil.virtual_memory().available, *_cgroup_headrooms(Path("/proc/self/cgroup"), CGROUP_ROOT)]
-    return max(0, min(free))
+    return int(max(0, min(free)))
 
 
 def _cgroup_headrooms(membership: Path, root: Path) -> Iterator[int]:

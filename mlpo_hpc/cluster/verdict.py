@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from mlpo_hpc import errors
+
+T = TypeVar("T")
 
 
 def gather(value: Any) -> list[Any]:
@@ -40,3 +43,15 @@ def raise_together(error: BaseException | None) -> None:
         texts.setdefault(text, []).append(f"rank {rank} on {host}")
     lines = [f"{', '.join(ranks)}: {text}" for text, ranks in texts.items()]
     raise kind("\n".join(["the offload engine cannot start:", *lines])) from error
+
+
+def together(action: Callable[[], T]) -> T:
+    """Collective over the training world. Do something alone; if it fails on any rank, raise on all."""
+    results: list[T] = []
+    failure = None
+    try:
+        results.append(action())
+    except errors.MlpoError as error:
+        failure = error
+    raise_together(failure)
+    return results[0]

@@ -95,8 +95,7 @@ def _step_faults(step: ast.FunctionDef) -> list[str]:
     if len(loops) != 1:
         return [f"step() has {len(loops)} loops over subgroups instead of one"]
     loop = loops[0]
-    assert isinstance(loop.target, ast.Tuple) and isinstance(loop.target.elts[0], ast.Name)
-    index = loop.target.elts[0].id
+    index = ast.unparse(loop.target).strip("()").split(",")[0]
     calls = [statement for statement in loop.body if not _is_muon(statement)]
     names = [_hook_called_with(statement, index) for statement in calls]
     if tuple(names) != STEP_HOOKS:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mlpo_hpc.cluster import launch
-from mlpo_hpc.cluster.verdict import gather, raise_together
+from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import SECTION, read_ds_config
 from mlpo_hpc.engine.translate import Translation, translate
 from mlpo_hpc.errors import ConfigError, MlpoError, UnsupportedError
@@ -22,18 +22,11 @@ DsConfig = Mapping[str, Any] | str | os.PathLike[str]
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """Collective over all ranks. See `mlpo_hpc.initialize`."""
     log.start()
-    launch.prepare()
     import deepspeed
 
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
-    _start_distributed(deepspeed)
-    failure = None
-    try:
-        config = _config_of(given.arguments)
-        translate(config)
-    except MlpoError as error:
-        failure = error
-    raise_together(failure)
+    init_distributed()
+    config = together(lambda: _checked_config(given.arguments))
     with offload(config):
         result: tuple[Any, Any, Any, Any] = deepspeed.initialize(*given.args, **given.kwargs)
     return result
@@ -60,7 +53,7 @@ def offload(ds_config: DsConfig) -> Iterator[None]:
     @functools.wraps(stock_initialize)
     def initialize_with_offload(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(stock_initialize).bind(*args, **kwargs)
-        _start_distributed(deepspeed)
+        init_distributed()
         translation = _agree(lambda: _translate_call(given, mine))
         bound_class = type("OffloadStage3", (OffloadStage3,), {"translation": translation})
         stage3_module.DeepSpeedZeroOptimizer_Stage3 = bound_class
@@ -90,7 +83,9 @@ def offload(ds_config: DsConfig) -> Iterator[None]:
 
 
 def _refuse_bypass(*_: Any, **__: Any) -> None:
-    raise MlpoError("call deepspeed.initialize through the module: a name imported before mlpo_hpc.offload() passes it by")
+    raise MlpoError(
+        "call deepspeed.initialize through the module: a name imported before mlpo_hpc.offload() passes it by"
+    )
 
 
 def _import_subclasses_of_stage3() -> None:
@@ -98,7 +93,10 @@ def _import_subclasses_of_stage3() -> None:
     import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
 
 
-def _start_distributed(deepspeed: Any) -> None:
+def init_distributed() -> None:
+    """Collective over all ranks. See `mlpo_hpc.init_distributed`."""
+    import deepspeed
+
     if not deepspeed.comm.is_initialized():
         launch.prepare()
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
@@ -123,10 +121,20 @@ def _nothing_to_compile(ops: Any) -> Iterator[None]:
 def _config_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration among the arguments of `deepspeed.initialize`, wherever it is."""
     namespace = arguments.get("args")
-    for value in (arguments.get("config"), arguments.get("config_params"), getattr(namespace, "deepspeed_config", None)):
+    for value in (
+        arguments.get("config"),
+        arguments.get("config_params"),
+        getattr(namespace, "deepspeed_config", None),
+    ):
         if value is not None:
             return read_ds_config(value)
     raise ConfigError("no DeepSpeed configuration was given: pass config=... (a dict or the path of a JSON file)")
+
+
+def _checked_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    config = _config_of(arguments)
+    translate(config)
+    return config
 
 
 def _translate_call(given: inspect.BoundArguments, mine: Mapping[str, Any]) -> Translation:
@@ -147,13 +155,7 @@ def _translate_call(given: inspect.BoundArguments, mine: Mapping[str, Any]) -> T
 
 def _agree(make: Callable[[], Translation]) -> Translation:
     """Collective over the training world. The same configuration on all ranks, or the same error."""
-    translation, failure = None, None
-    try:
-        translation = make()
-    except MlpoError as error:
-        failure = error
-    raise_together(failure)
-    assert translation is not None
+    translation = together(make)
     texts = gather(translation.offload.model_dump_json())
     odd = [rank for rank, text in enumerate(texts) if text != texts[0]]
     if odd:

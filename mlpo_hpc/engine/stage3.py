@@ -16,25 +16,21 @@ import weakref
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from mlpo_hpc.cluster.node import find_node
-from mlpo_hpc.cluster.verdict import gather, raise_together
+from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.engine.native_checkpoint import NativeCheckpoint
 from mlpo_hpc.engine.translate import Translation
 from mlpo_hpc.engine.update import BoundState, probe_optimizer
 from mlpo_hpc.errors import MlpoError
 from mlpo_hpc.state.cache import step_order
 from mlpo_hpc.state.codec.fp32 import ITEM_BYTES
-from mlpo_hpc.state.store import Store, figures, node_share_bytes, open_store
+from mlpo_hpc.state.layout import choose_subgroup_size
+from mlpo_hpc.state.store import Needs, Store, open_store, share_bytes
 from mlpo_hpc.state.table import Record
 from mlpo_hpc.telemetry.log import say
 from mlpo_hpc.telemetry.report import PhaseClock, StepReport
-
-LEAST_SUBGROUPS = 16
-RECORDS_IN_BUDGET = 4
-"""Records (12 B a parameter) that should fit into host memory beside a 32-bit gradient."""
 
 
 class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
@@ -46,7 +42,9 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     translation: Translation
     """Set on a subclass for each `offload` context."""
 
-    def __init__(self, module: torch.nn.Module, init_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, module: torch.nn.Module, init_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
         self._node = find_node()
         self._config = self.translation.offload
         self._in_step = False
@@ -61,29 +59,24 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         self._reporter = StepReport()
         self._report: dict[str, Any] | None = None
         if self.translation.sub_group_size is None:
-            kwargs["sub_group_size"] = self._choose_subgroup_size(init_optimizer, kwargs)
+            kwargs["sub_group_size"] = self._choose_subgroup_size(init_optimizer)
         super().__init__(module, init_optimizer, *args, **kwargs)
         self._watch_forward(module)
 
     # ---- construction ---------------------------------------------------------------------
 
-    def _choose_subgroup_size(self, optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> int:
-        """Collective over the training world. Small enough for the budget, and 16 a rank at least."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        numel = sum(-(-getattr(p, "ds_numel", p.numel()) // self._node.world_size) for p in parameters)
-        share_bytes = node_share_bytes(self._config, self._node, 2 * ITEM_BYTES * numel)
-        fits = share_bytes // ((3 * RECORDS_IN_BUDGET + 1) * ITEM_BYTES)
-        size = min(gather(max(1, min(-(-numel // LEAST_SUBGROUPS), fits))))
-        say("sub_group_size %d chosen from %.0f MB of host memory a rank", size, share_bytes / 1e6)
+    def _choose_subgroup_size(self, optimizer: torch.optim.Optimizer) -> int:
+        """Collective over the training world. Equal on all ranks, for norms are reduced by subgroup."""
+        world_size = self._node.world_size
+        groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+        numels = [[-(-getattr(p, "ds_numel", p.numel()) // world_size) for p in group] for group in groups]
+        share = share_bytes(self._config, self._node, 2 * ITEM_BYTES * sum(map(sum, numels)))
+        size = min(gather(choose_subgroup_size(numels, share)))
+        say("sub_group_size %d chosen for %.0f MB of host memory a rank", size, share / 1e6)
         return int(size)
 
     def _create_fp32_partitions(self) -> None:
-        failure = None
-        try:
-            specs = [probe_optimizer(self.optimizer, group) for group in self.optimizer.param_groups]
-        except MlpoError as error:
-            failure = error
-        raise_together(failure)
+        specs = together(lambda: [probe_optimizer(self.optimizer, group) for group in self.optimizer.param_groups])
         numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
         self._state = BoundState([specs[self.sub_group_to_group_id[i]] for i in range(len(numels))], numels)
         self._store = self._open_store(numels)
@@ -93,7 +86,7 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     def _open_store(self, numels: list[int]) -> Store:
         records = [Record(self._label(i), self._state.nbytes(i)) for i in range(len(numels))]
         gradient_bytes = sum(numels) * torch.empty(0, dtype=self.gradient_accumulation_dtype).element_size()
-        store = open_store(self._config, self._node, records, max(numels) * ITEM_BYTES, gradient_bytes)
+        store = open_store(self._config, self._node, Needs(records, max(numels) * ITEM_BYTES, gradient_bytes))
         weakref.finalize(self, store.close)  # also at interpreter exit
         self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))
         self._offsets = [sum(numels[:i]) for i in range(len(numels))]
@@ -199,7 +192,7 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
             self._flipped = not self._flipped
             self._steps += 1
         update_s = time.perf_counter() - begin
-        self._report = self._reporter.build(self._steps, self._clock.take(), update_s, figures(self._store.pipeline))
+        self._report = self._reporter.build(self._steps, self._clock.take(), update_s, self._store.figures())
 
     def _next_order(self) -> list[int]:
         return step_order(len(self.fp16_groups), self._config.order, self._flipped)
@@ -248,7 +241,9 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     def _writeback_swap_state(self, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
         """Keep what `safe_set_*` changed; a gradient is rounded to the type of DeepSpeed's buffer."""
         if write_gradients:
-            self._slice(sub_group_id).copy_(self.fp32_partitioned_groups_flat[sub_group_id].grad)
+            gradient = self.fp32_partitioned_groups_flat[sub_group_id].grad
+            assert gradient is not None
+            self._slice(sub_group_id).copy_(gradient)
             for param in self.fp16_groups[sub_group_id]:
                 if param.ds_id not in self._offload_boundary_param_ids and self._slice_of(param).any():
                     self._offload_boundary_param_ids.add(param.ds_id)
@@ -293,8 +288,3 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
             hook.remove()
         self._store.close()
         super().destroy()
-
-
-def synchronous() -> bool:
-    """Whether the accelerator runs in step with the host (a CPU does)."""
-    return bool(get_accelerator().is_synchronized_device())

@@ -71,24 +71,26 @@ def refuse_misfits(config: Mapping[str, Any]) -> None:
     zero = config.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
     if stage != 3:
-        raise UnsupportedError(f"the offload engine works with ZeRO stage 3; set zero_optimization.stage to 3 (it is {stage})")
+        raise UnsupportedError(
+            f"the offload engine works with ZeRO stage 3; set zero_optimization.stage to 3 (it is {stage})"
+        )
     assert isinstance(zero, Mapping)
     offload = _section(zero, "offload_optimizer")
     param = _section(zero, "offload_param")
     kind = str(_section(config, "optimizer").get("type", "")).lower()
     bit16 = [_section(config, name) for name in ("bf16", "bfloat16", "fp16")]
-    misfits = [
-        (zero.get("zenflow") is not None, "ZenFlow updates outside the optimizer step: remove zero_optimization.zenflow"),
-        (offload.get("super_offload", False), "SuperOffload is an engine of its own: remove offload_optimizer.super_offload"),
-        (offload.get("ratio", 1) not in (1, 1.0, AUTO), "offload_optimizer.ratio below 1 keeps state on the GPU: remove it"),
-        (param.get("device") == "nvme", "offload_param.device 'nvme' is not supported: use 'cpu'"),
-        (int(zero.get("mics_shard_size") or -1) > 0, "MiCS is not supported: remove zero_optimization.mics_shard_size"),
-        ("muon" in kind, "Muon needs whole matrices in the update: use AdamW or another torch optimizer"),
-        (_section(config, "torch_autocast").get("enabled", False), "DeepSpeed's torch_autocast is not supported: use bf16 or fp16"),
-        (any(_keeps_bit16_masters(section) for section in bit16), "16-bit master weights are not supported: remove that key"),
-        (_section(config, "hybrid_engine").get("enabled", False), "the hybrid engine is not supported: disable hybrid_engine"),
-    ]  # fmt: skip
-    texts = [text for misfit, text in misfits if misfit]
+    misfits = {
+        "ZenFlow updates outside the step: remove zero_optimization.zenflow": zero.get("zenflow") is not None,
+        "SuperOffload is another engine: remove offload_optimizer.super_offload": offload.get("super_offload"),
+        "offload_optimizer.ratio below 1 keeps state on the GPU: remove it": offload.get("ratio", 1) not in (1, AUTO),
+        "offload_param.device 'nvme' is not supported: use 'cpu'": param.get("device") == "nvme",
+        "MiCS is not supported: remove zero_optimization.mics_shard_size": int(zero.get("mics_shard_size") or -1) > 0,
+        "Muon needs whole matrices: use AdamW or another torch optimizer": "muon" in kind,
+        "torch_autocast is not supported: use bf16 or fp16": _section(config, "torch_autocast").get("enabled"),
+        "16-bit master weights and states are not supported: remove that key": any(map(_keeps_bit16_masters, bit16)),
+        "the hybrid engine is not supported: disable hybrid_engine": _section(config, "hybrid_engine").get("enabled"),
+    }
+    texts = [text for text, misfit in misfits.items() if misfit]
     if texts:
         raise UnsupportedError("; ".join(texts))
 

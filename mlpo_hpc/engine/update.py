@@ -57,7 +57,9 @@ def probe_optimizer(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
     vectors = tuple(key for key, value in state.items() if _is_vector(value))
     odd = [key for key, value in state.items() if torch.is_tensor(value) and key not in vectors and value.numel() > 1]
     if odd:
-        raise UnsupportedError(f"{type(optimizer).__name__} keeps state of a shape or type that cannot be offloaded: {odd}")
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} keeps state of a shape or type that cannot be offloaded: {odd}"
+        )
     scalars = {key: value for key, value in state.items() if key not in vectors}
     return StateSpec(vectors, scalars, type(optimizer) in ZERO_INITIAL_STATE)
 
@@ -166,7 +168,11 @@ class BoundState:
 
     def _key_order(self, subgroup: int) -> list[str]:
         spec = self.specs[subgroup]
-        return [*spec.scalars, *spec.vectors, *(key for key in self._scalars[subgroup] or {} if key not in spec.scalars)]
+        return [
+            *spec.scalars,
+            *spec.vectors,
+            *(key for key in self._scalars[subgroup] or {} if key not in spec.scalars),
+        ]
 
 
 def _initial_scalars(spec: StateSpec) -> dict[str, Any] | None:

@@ -47,7 +47,9 @@ def pick_chunk_bytes(sizes: Sequence[int], largest_bytes: int) -> int:
     return min(limit, shared)
 
 
-def lay_out(sizes: Sequence[int], largest_chunk_bytes: int, weights: Sequence[float], room_bytes: Sequence[int]) -> Layout:
+def lay_out(
+    sizes: Sequence[int], largest_chunk_bytes: int, weights: Sequence[float], room_bytes: Sequence[int]
+) -> Layout:
     """Divide the slots for all subgroups, and for new copies in flight, among the tiers.
 
     Parameters
@@ -74,3 +76,47 @@ def lay_out(sizes: Sequence[int], largest_chunk_bytes: int, weights: Sequence[fl
     if slots is None:
         raise TierFull(f"needs {num_slots * chunk_bytes:,} bytes on its tiers, which have room for {sum(room_bytes):,}")
     return Layout(chunk_bytes, slots)
+
+
+LEAST_SUBGROUPS = 16
+"""Subgroups of a rank below which there is little to overlap and to keep."""
+RECORDS_IN_BUDGET = 4
+"""Records that should fit into a rank's host memory beside a 32-bit gradient."""
+FP32_ADAM_BYTES = 12
+
+
+def choose_subgroup_size(numels: Sequence[Sequence[int]], share_bytes: int) -> int:
+    """DeepSpeed's ``sub_group_size`` for a budget.
+
+    Parameters
+    ----------
+    numels : sequence of sequence of int
+        Items of each parameter's partition on a rank, by parameter group.
+    share_bytes : int
+        The rank's host memory.
+
+    Returns
+    -------
+    int
+        So that four records fit into the budget and there are 16 subgroups, as far as the sizes
+        of the parameters allow: DeepSpeed does not cut a parameter.
+    """
+    total = sum(map(sum, numels))
+    most = min(LEAST_SUBGROUPS, sum(map(len, numels)))
+    size = min(-(-total // LEAST_SUBGROUPS), share_bytes // (RECORDS_IN_BUDGET * FP32_ADAM_BYTES + 4))
+    while size > 1 and count_subgroups(numels, size) < most:
+        size -= -(-size // 20)
+    return max(1, size)
+
+
+def count_subgroups(numels: Sequence[Sequence[int]], size: int) -> int:
+    """Subgroups that DeepSpeed makes: it adds parameters until one holds `size` items or more."""
+    count = 0
+    for group in numels:
+        held = 0
+        for numel in group:
+            held += numel
+            if held >= size:
+                count, held = count + 1, 0
+        count += held > 0
+    return count

@@ -46,4 +46,5 @@ class StorageTier:
         else:
             # The kernel frees the unnamed file with the process; closing it now could hand its
             # number to another file under the stuck transfer.
-            logger.warning("tier %s: a transfer on %s is stuck; it ends with the process", self.name, self.container.path)
+            path = self.container.path
+            logger.warning("tier %s: a transfer on %s is stuck; it ends with the process", self.name, path)

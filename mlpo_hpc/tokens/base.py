@@ -26,6 +26,10 @@ class Token(ABC):
     def locked(self) -> bool:
         """Whether no permit is free now."""
 
+    @abstractmethod
+    def wanted(self) -> bool:
+        """Whether somebody waits for a permit now."""
+
     def __enter__(self) -> Token:
         self.acquire()
         return self
@@ -48,12 +52,15 @@ class FreeToken(Token):
     def locked(self) -> bool:
         return False
 
+    def wanted(self) -> bool:
+        return False
+
 
 class Turn:
     """One rank's hold on a token, shared by its I/O threads of one tier and direction.
 
-    The first thread in takes the token, the last one out gives it back, and after
-    `max_chunks` no more threads get in, so that the other ranks have their turn.
+    The first thread in takes the token, the last one out gives it back. After `max_chunks`
+    no more threads get in while somebody else waits, so that the others have their turn.
     """
 
     def __init__(self, token: Token, max_chunks: int = 16) -> None:
@@ -67,7 +74,7 @@ class Turn:
         """Get in; return the seconds waited for the token."""
         begin = time.perf_counter()
         with self._changed:
-            while self._inside and self._entered >= self._max_chunks:
+            while self._inside and self._entered >= self._max_chunks and self._token.wanted():
                 self._changed.wait()
             if not self._inside:
                 self._token.acquire()

@@ -71,6 +71,10 @@ class LocalToken(Token):
         with self._lock:
             return self._free == 0
 
+    def wanted(self) -> bool:
+        with self._lock:
+            return bool(self._waiting)
+
 
 _tokens: dict[tuple[int, str, int], LocalToken] = {}
 _tokens_lock = threading.Lock()

@@ -23,6 +23,4 @@ def vectors(buffer: memoryview, numel: int, num_vectors: int) -> list[torch.Tens
     import torch
 
     stride = round_up(numel * ITEM_BYTES, VECTOR_ALIGNMENT_BYTES)
-    return [
-        torch.frombuffer(buffer, dtype=torch.float32, count=numel, offset=i * stride) for i in range(num_vectors)
-    ]
+    return [torch.frombuffer(buffer, dtype=torch.float32, count=numel, offset=i * stride) for i in range(num_vectors)]

@@ -1,0 +1,33 @@
+# make demo     pre-train a GPT on two ranks over two storage tiers
+# make test     the tests (one machine, no GPU needed)
+VENV ?= .venv
+BIN = $(VENV)/bin
+# An MPI on PATH comes first; the environment has a wheel of Open MPI if that one did not work.
+export PATH := $(if $(wildcard $(BIN)/mpirun),$(abspath $(BIN)):$(PATH),$(PATH):$(abspath $(BIN)))
+DEMO_ARGS ?= --host-memory 300MB
+PYTEST = $(BIN)/python -m pytest
+
+.PHONY: demo test test-mpi test-all lint clean
+
+$(VENV)/.ready: setup.cfg constraints.txt .ci/setup
+	.ci/setup $(VENV) dev
+
+demo: $(VENV)/.ready
+	.ci/mpirun 2 $(BIN)/python examples/pretrain_gpt.py --out runs/demo $(DEMO_ARGS)
+
+test: $(VENV)/.ready
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-mpi: $(VENV)/.ready
+	for n in 1 2 4; do .ci/mpirun $$n $(BIN)/python -m tests.mpi || exit 1; done
+
+test-all: $(VENV)/.ready
+	$(PYTEST) --all $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

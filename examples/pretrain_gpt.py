@@ -1,0 +1,267 @@
+"""Pre-train a GPT on text, its optimizer state offloaded to several tiers of storage at once.
+
+Runs alone, under mpirun, srun or torchrun:
+
+    python examples/pretrain_gpt.py --size tiny --steps 20
+    mpirun -n 2 python examples/pretrain_gpt.py --tier nvme=/local/scratch --tier pfs=$SCRATCH/mlpo
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --size 7b --host-memory 200GB
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch.nn import functional
+
+import mlpo_hpc
+from mlpo_hpc.telemetry.picture import draw_run
+from mlpo_hpc.telemetry.progress import StepProgress
+
+VOCABULARY = 256  # bytes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's size."""
+
+    layers: int
+    hidden: int
+    heads: int
+
+
+SIZES = {
+    "tiny": Shape(4, 256, 4),  # 3 M parameters
+    "demo": Shape(8, 768, 12),  # 57 M
+    "125m": Shape(12, 768, 12),
+    "350m": Shape(24, 1024, 16),
+    "1.3b": Shape(24, 2048, 16),
+    "7b": Shape(32, 4096, 32),
+    "13b": Shape(40, 5120, 40),
+    "30b": Shape(48, 7168, 56),
+    "70b": Shape(86, 8192, 64),
+}
+
+
+class Linear(nn.Linear):
+    """Multiplies in `compute_dtype`, whatever the type of its weights."""
+
+    compute_dtype = torch.float32
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return functional.linear(x, self.weight.to(self.compute_dtype), bias)
+
+
+class Norm(nn.LayerNorm):
+    """Layer norm in the type of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.norm1, self.norm2 = Norm(shape.hidden), Norm(shape.hidden)
+        self.qkv, self.out = Linear(shape.hidden, 3 * shape.hidden), Linear(shape.hidden, shape.hidden)
+        self.up, self.down = Linear(shape.hidden, 4 * shape.hidden), Linear(4 * shape.hidden, shape.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, hidden = x.shape
+        split = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, hidden // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    """A plain decoder over bytes; returns the mean loss in nats."""
+
+    def __init__(self, shape: Shape, context: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCABULARY, shape.hidden)
+        self.places = nn.Embedding(context, shape.hidden)
+        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
+        self.norm = Norm(shape.hidden)
+        self.head = Linear(shape.hidden, VOCABULARY, bias=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Predict each byte from those before it. `text`: (batch, context + 1) byte values."""
+        inputs, targets = text[:, :-1], text[:, 1:]
+        x = self.bytes(inputs) + self.places(torch.arange(inputs.shape[1], device=inputs.device))
+        x = x.to(Linear.compute_dtype)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return functional.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
+
+
+def initialise(model: Gpt, layers: int) -> None:
+    """Small normal weights, smaller where they add to the residual stream."""
+    for name, parameter in model.named_parameters():
+        residual = name.endswith(("out.weight", "down.weight"))
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+            if parameter.ndim > 1 and torch.distributed.get_rank() == 0:
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if residual else 1))
+
+
+def read_text(paths: list[Path], limit_bytes: int) -> torch.Tensor:
+    """Bytes of the given files and folders, in order of their names."""
+    files = sorted(f for path in paths for f in (path.rglob("*.py") if path.is_dir() else [path]) if f.is_file())
+    text = bytearray()
+    for file in files:
+        text += file.read_bytes()
+        if len(text) >= limit_bytes:
+            break
+    if not text:
+        raise SystemExit(f"no text found in {[str(path) for path in paths]}")
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def sample(text: torch.Tensor, batch: int, context: int, generator: torch.Generator) -> torch.Tensor:
+    """Random pieces of the text, as (batch, context + 1) int64."""
+    starts = torch.randint(len(text) - context - 1, (batch,), generator=generator)
+    return torch.stack([text[start : start + context + 1] for start in starts]).long()
+
+
+def pick_compute_dtype(name: str, dtype: str) -> torch.dtype:
+    """`auto`: the type of the weights, but fp32 on CPUs without units for it, which are far faster that way."""
+    if name != "auto":
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    if get_accelerator().device_name() != "cpu":
+        return wanted
+    flags = Path("/proc/cpuinfo").read_text().split()
+    units = {"bf16": {"amx_bf16", "avx512_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}, "fp32": set(flags)}
+    return wanted if units[dtype] & set(flags) else torch.float32
+
+
+def ds_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The DeepSpeed configuration of this run; `--config` replaces it."""
+    if args.config:
+        config: dict[str, Any] = json.loads(Path(args.config).read_text())
+        return config
+    section: dict[str, Any] = {}
+    if args.host_memory:
+        section["host_memory"] = args.host_memory
+    if args.tier:
+        section["tiers"] = [dict(zip(("name", "dir"), tier.split("=", 1), strict=True)) for tier in args.tier]
+    return {
+        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "gradient_accumulation_steps": args.accumulation,
+        "gradient_clipping": args.clip,
+        "steps_per_print": 10**9,
+        args.dtype: {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": args.lr, "warmup_num_steps": 5}},
+        "zero_optimization": {"stage": 3},
+        "mlp_offload": section,
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="demo", help="model shape (default: demo, 57 M parameters)")
+    add("--steps", type=int, default=30, help="optimizer steps")
+    add("--context", type=int, default=256, help="bytes of text that a prediction may look back")
+    add("--micro-batch", type=int, default=2, help="pieces of text a rank and micro-step")
+    add("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradient; 0: no clipping")
+    add("--lr", type=float, default=6e-4, help="learning rate after 5 steps of warm-up")
+    add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help="type of weights and gradients")
+    add("--compute-dtype", choices=["auto", "bf16", "fp16", "fp32"], default="auto", help="type to multiply in")
+    add("--data", type=Path, nargs="+", help="files, or folders of .py files (default: Python's standard library)")
+    add("--tier", action="append", metavar="NAME=DIR", help="a storage tier; give it several times")
+    add("--host-memory", metavar="BYTES", help="for buffers and cache together, per node, such as 200GB")
+    add("--config", metavar="FILE", help="a DeepSpeed configuration of your own (JSON), instead of the above")
+    add("--checkpoint", type=Path, metavar="DIR", help="save there at the end; go on from there if it holds one")
+    add("--out", type=Path, default=Path("runs/pretrain_gpt"), help="folder for the picture and the figures")
+    add("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    mlpo_hpc.init_distributed()
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    shape, config = SIZES[args.size], ds_config(args)
+    Linear.compute_dtype = pick_compute_dtype(args.compute_dtype, args.dtype)
+    plain = {key: value for key, value in config.items() if key != "mlp_offload"}
+    with deepspeed.zero.Init(config_dict_or_path=plain):
+        model = Gpt(shape, args.context)
+    initialise(model, shape.layers)
+    engine, *_ = mlpo_hpc.initialize(model=model, model_parameters=model.parameters(), config=config)
+    begin = 0
+    if args.checkpoint and (args.checkpoint / "latest").exists():
+        _, state = engine.load_checkpoint(str(args.checkpoint))
+        begin = state["step"]
+
+    text = read_text(args.data or [Path(sysconfig.get_paths()["stdlib"])], limit_bytes=32 * 2**20)
+    batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    text_tokens = batch * args.context * accumulation * world_size
+    if rank == 0:
+        count = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        print(
+            f"{count / 1e6:.1f} M parameters on {world_size} ranks, {text_tokens} text tokens a step, "
+            f"{args.dtype} weights multiplied in {Linear.compute_dtype}",
+            flush=True,
+        )
+    progress = StepProgress(args.steps - begin, quiet=rank > 0)
+    for step in range(begin, args.steps):
+        total = torch.zeros((), device=engine.device)
+        for micro in range(accumulation):
+            # What a rank sees depends on the step alone, so that a resumed run sees the same.
+            seed = ((args.seed * 10**6 + step) * accumulation + micro) * world_size + rank
+            pieces = sample(text, batch, args.context, torch.Generator().manual_seed(seed))
+            loss = engine(pieces.to(engine.device))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / (accumulation * world_size)
+        torch.distributed.all_reduce(total)
+        progress.step(total.item(), text_tokens, engine.optimizer.offload_report())
+    progress.summary()
+    if args.checkpoint:
+        engine.save_checkpoint(str(args.checkpoint), client_state={"step": args.steps})
+    if rank == 0 and progress.history:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "steps.json").write_text(json.dumps(progress.history, indent=1))
+        draw_run(progress.history, args.out / "run.png", f"{args.size}, {world_size} ranks")
+        print(f"picture: {args.out / 'run.png'}, figures: {args.out / 'steps.json'}", flush=True)
+    engine.destroy()
+    leave()
+
+
+def leave() -> None:
+    """End this process without the interpreter's own teardown.
+
+    gloo's threads sometimes abort there although all work is done:
+    https://github.com/pytorch/pytorch/issues/190489
+    """
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    if "mpi4py.MPI" in sys.modules:
+        sys.modules["mpi4py.MPI"].Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

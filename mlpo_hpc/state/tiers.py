@@ -1,0 +1,99 @@
+"""From the places of the configuration to tiers at work: locks, weights, room, containers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from mlpo_hpc.cluster.node import Node
+from mlpo_hpc.cluster.verdict import gather, together
+from mlpo_hpc.config import OffloadConfig, Static, Tier
+from mlpo_hpc.errors import storage_error
+from mlpo_hpc.storage.lock import DirectoryLock
+from mlpo_hpc.storage.place import Place
+from mlpo_hpc.storage.posix import RawFile
+from mlpo_hpc.storage.probe import Bandwidth, quick_bandwidth
+from mlpo_hpc.storage.tier import StorageTier
+from mlpo_hpc.telemetry.log import say
+from mlpo_hpc.tokens.base import FreeToken, Token
+from mlpo_hpc.tokens.local import local_token
+
+
+def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) -> None:
+    """Collective over the training world. One rank of those that share a directory locks it.
+
+    Raises
+    ------
+    StorageError
+        If another job uses one of them.
+    """
+    mine = [("" if place.shared else node.host, place.directory_key) for place in places]
+    everyone = gather(mine)
+    taken = {key for rank, keys in enumerate(everyone) if rank < node.world_rank for key in keys}
+
+    def lock() -> None:
+        for place, key in zip(places, mine, strict=True):
+            if key in taken:
+                continue
+            taken.add(key)
+            try:
+                resources.callback(DirectoryLock(place.path).close)
+            except OSError as error:
+                raise storage_error("locking the tier directory", place.path, error) from error
+
+    together(lock)
+
+
+def tier_weights(config: OffloadConfig, places: Sequence[Place], node: Node) -> list[float]:
+    """Collective over the training world. Placement weight of each tier, equal on the ranks of a node."""
+    if isinstance(config.placement, Static):
+        return list(config.placement.static)
+    if len(places) <= 1:
+        return [1.0] * len(places)
+    rates = together(lambda: [_bandwidth(place.tier, place.path).round_trip_bps for place in places])
+    of_node = [theirs for host, theirs in gather((node.host, rates)) if host == node.host]
+    return [sum(column) / len(column) for column in zip(*of_node, strict=True)]
+
+
+def _bandwidth(tier: Tier, path: str) -> Bandwidth:
+    if tier.read_bps and tier.write_bps:
+        return Bandwidth(tier.read_bps, tier.write_bps)
+    probed = quick_bandwidth(path)
+    say("tier %s: %.2f GB/s read, %.2f GB/s write", tier.name, probed.read_bps / 1e9, probed.write_bps / 1e9)
+    return Bandwidth(tier.read_bps or probed.read_bps, tier.write_bps or probed.write_bps)
+
+
+def rooms_bytes(places: Sequence[Place], node: Node, fills_tiers: bool) -> list[int]:
+    """Collective over the training world. Bytes that this rank may use on each tier.
+
+    What is free on a file system is divided by the tiers and ranks that fill it; `capacity`,
+    which is per node, by the ranks of the node.
+    """
+    mine = [("" if place.shared else node.host, place.device_key) for place in places]
+    filling = [key for keys, fills in gather((mine, fills_tiers)) if fills for key in keys]
+    rooms = []
+    for place, key in zip(places, mine, strict=True):
+        room = place.filesystem.free_bytes // max(1, filling.count(key))
+        capacity = place.tier.capacity
+        rooms.append(room if capacity is None else min(room, int(capacity) // node.node_size))
+    return rooms
+
+
+def open_tier(config: OffloadConfig, place: Place, slot_bytes: int, num_slots: int) -> StorageTier:
+    """Make a tier's container and start its lanes.
+
+    Raises
+    ------
+    StorageError
+        If the container cannot be made.
+    """
+    container = RawFile(place.path, slot_bytes, num_slots)
+    return StorageTier(place.tier.name, container, _tokens(config, place), config.checksum != "off")
+
+
+def _tokens(config: OffloadConfig, place: Place) -> tuple[Token, Token]:
+    if config.tokens.backend == "off":
+        return FreeToken(), FreeToken()
+    permits = place.tier.permits or config.tokens.permits
+    device, timeout_s = place.filesystem.device, config.tokens.timeout_s
+    return local_token(device, "reading", permits, timeout_s), local_token(device, "writing", permits, timeout_s)
