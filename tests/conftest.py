@@ -1,0 +1,38 @@
+"""Options and rules for all tests."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+NOTHING_SKIPPED = "MLPO_HPC_TEST_NOTHING_SKIPPED"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run whole products of cases instead of a pairwise choice")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Where nothing may be skipped for lack of a part, a skip is a failure (a GPU excepted)."""
+    report = yield
+    if report.skipped and os.environ.get(NOTHING_SKIPPED) and "gpu" not in str(item.path):
+        report.outcome = "failed"
+        report.longrepr = f"skipped where nothing may be: {report.longrepr}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _private_environment(monkeypatch, tmp_path):
+    """No batch job, no settings and no temporary files of the machine that runs the tests."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "PBS_", "LSB_", "FLUX_", "OMPI_", "PMI", "PMIX")):
+            monkeypatch.delenv(name)
+        if name.startswith("MLPO_HPC_") and name != NOTHING_SKIPPED:
+            monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))

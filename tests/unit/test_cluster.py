@@ -1,0 +1,117 @@
+"""Launchers' variables, host memory and control groups."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mlpo_hpc.cluster import launch, memory
+from mlpo_hpc.cluster.memory import _cgroup_headrooms
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "expected"),
+    [
+        ({}, "single", ("0", "1", "0", "1")),
+        (
+            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+            "torchrun",
+            ("3", "8", "1", "4"),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "5",
+                "OMPI_COMM_WORLD_SIZE": "6",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            "Open MPI",
+            ("5", "6", "1", "2"),
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            "MPICH",
+            ("1", "2", "1", "2"),
+        ),
+        (
+            {
+                "SLURM_PROCID": "2",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_LOCALID": "0",
+                "SLURM_TASKS_PER_NODE": "2(x2)",
+            },
+            "srun",
+            ("2", "4", "0", "2"),
+        ),
+    ],
+)
+def test_ranks_are_told_by_each_launcher(environ, name, expected):
+    found = launch.find_launcher(environ)
+    assert (found.name if found else "single") == name
+    ranks = launch.ranks(environ, found)
+    assert tuple(ranks[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")) == expected
+
+
+def test_alone_everything_is_set_and_what_is_set_already_stays(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that monkeypatch removes what prepare() sets
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_PORT", "12345")
+    assert launch.prepare() == "single"
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert os.environ["MASTER_PORT"] == "12345"
+
+
+def test_srun_ranks_meet_at_the_step_s_first_node_and_a_port_of_the_job(monkeypatch):
+    step = {"SLURM_STEP_NODELIST": "n[07-09]", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    srun = launch.LAUNCHERS[-1]
+    address, port = launch._meeting_point(srun, 3)
+    assert address == "n07"
+    assert port in launch.PORTS
+    assert launch._meeting_point(srun, 3) == (address, port), "the same on every rank"
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    assert launch._meeting_point(srun, 3)[1] != port
+
+
+def tree(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_a_limit_of_any_control_group_above_us_counts_v2(tmp_path):
+    tree(
+        tmp_path,
+        {
+            "self": "0::/job/step\n",
+            "fs/job/memory.max": "1000\n",
+            "fs/job/memory.current": "700\n",
+            "fs/job/memory.stat": "inactive_file 100\nanon 5\n",
+            "fs/job/step/memory.max": "max\n",
+            "fs/job/step/memory.current": "600\n",
+        },
+    )
+    assert list(_cgroup_headrooms(tmp_path / "self", tmp_path / "fs")) == [400]
+
+
+def test_a_limit_counts_v1(tmp_path):
+    tree(
+        tmp_path,
+        {
+            "self": "7:cpu,cpuacct:/x\n4:memory:/slurm/job_5\n0::/\n",
+            "fs/memory/slurm/job_5/memory.limit_in_bytes": "5000\n",
+            "fs/memory/slurm/job_5/memory.usage_in_bytes": "2000\n",
+            "fs/memory/slurm/job_5/memory.stat": "total_inactive_file 500\n",
+        },
+    )
+    assert list(_cgroup_headrooms(tmp_path / "self", tmp_path / "fs")) == [3500]
+
+
+def test_no_control_group_is_ordinary(tmp_path):
+    assert list(_cgroup_headrooms(tmp_path / "missing", tmp_path)) == []
+    assert memory.available_bytes() > 0

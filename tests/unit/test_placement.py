@@ -1,0 +1,154 @@
+"""Placement, layout, order and cache: pure functions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlpo_hpc.state.cache import Pool, keep_suffix, step_order
+from mlpo_hpc.state.codec.fp32 import record_bytes
+from mlpo_hpc.state.layout import choose_subgroup_size, count_subgroups, lay_out, least_host_bytes, pick_chunk_bytes
+from mlpo_hpc.state.placement import choose, divide_slots
+from mlpo_hpc.state.table import cuts
+
+weights_st = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
+
+
+@given(weights=weights_st, count=st.integers(1, 300))
+def test_chunks_follow_the_weights(weights, count):
+    placed = [0] * len(weights)
+    for _ in range(count):
+        tier = choose(weights, placed, [10**6] * len(weights), 100)
+        placed[tier] += 100
+    for tier, weight in enumerate(weights):
+        fair = 100 * count * weight / sum(weights)
+        assert abs(placed[tier] - fair) <= 100 * len(weights)
+
+
+def test_the_paper_s_two_to_one():
+    placed, got = [0, 0], []
+    for _ in range(6):
+        tier = choose([2, 1], placed, [9, 9], 1)
+        placed[tier] += 1
+        got.append(tier)
+    assert got.count(0) == 4
+    assert choose([2, 1], [0, 0], [0, 9], 1) == 1, "a full tier is passed over"
+    assert choose([2, 1], [0, 0], [0, 0], 1) is None
+    assert choose([1, 0], [10, 0], [9, 9], 1) == 0, "weight 0: only when no other has room"
+
+
+@given(count=st.integers(1, 10**6), weights=weights_st, data=st.data())
+def test_slots_are_divided_within_the_limits(count, weights, data):
+    limits = data.draw(st.lists(st.integers(0, 10**6), min_size=len(weights), max_size=len(weights)))
+    slots = divide_slots(count, weights, limits)
+    if sum(limits) < count:
+        assert slots is None
+        return
+    assert sum(slots) >= count
+    assert all(0 <= have <= limit for have, limit in zip(slots, limits, strict=True))
+    assert sum(slots) <= count + len(weights) ** 2
+
+
+@given(sizes=st.lists(st.integers(1, 10**9), min_size=1, max_size=40), capacity=st.integers(0, 10**10))
+def test_what_is_kept_is_the_longest_tail_that_fits(sizes, capacity):
+    order = list(range(len(sizes)))
+    kept = keep_suffix(order, sizes, capacity)
+    assert kept == set(order[len(order) - len(kept) :])
+    assert sum(sizes[s] for s in kept) <= capacity
+    if len(kept) < len(order):
+        assert sum(sizes[s] for s in kept) + sizes[order[-1 - len(kept)]] > capacity
+
+
+def test_orders():
+    assert step_order(4, "alternate", False) == [0, 1, 2, 3]
+    assert step_order(4, "alternate", True) == [3, 2, 1, 0]
+    assert step_order(4, "sequential", True) == [0, 1, 2, 3]
+
+
+@given(requests=st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=60), budget=st.integers(1, 60))
+def test_the_pool_never_exceeds_its_budget(requests, budget):
+    pool = Pool(budget * 4096)
+    held = []
+    for blocks, give_back in requests:
+        buffer = pool.acquire(blocks * 4096)
+        fits = sum(b.nbytes for b in held) + blocks * 4096 <= pool.budget_bytes
+        assert (buffer is not None) == fits, "it says no only if what is in use does not leave room"
+        if buffer is not None:
+            assert buffer.nbytes == blocks * 4096
+            held.append(buffer)
+        if give_back and held:
+            pool.release(held.pop(0))
+        assert pool.allocated_bytes <= pool.budget_bytes
+    assert pool.peak_bytes <= pool.budget_bytes
+
+
+@given(numel=st.integers(1, 10**7), vectors=st.integers(1, 5))
+def test_records_are_exact_but_for_alignment(numel, vectors):
+    nbytes = record_bytes(numel, vectors)
+    assert nbytes % 4096 == 0
+    assert 0 <= nbytes - 4 * numel * vectors < 4096 + 64 * vectors
+
+
+@given(nbytes=st.integers(1, 1000), chunk=st.integers(1, 100))
+def test_cuts_cover_a_record_once(nbytes, chunk):
+    pieces = cuts(nbytes, chunk)
+    assert pieces[0].start == 0
+    assert pieces[-1].stop == nbytes
+    assert all(a.stop == b.start for a, b in zip(pieces, pieces[1:], strict=False))
+    assert len(pieces) == math.ceil(nbytes / chunk)
+
+
+@given(sizes=st.lists(st.integers(1, 500), min_size=1, max_size=30), chunk=st.integers(1, 64), tiers=st.integers(1, 3))
+def test_a_layout_has_room_for_all_and_for_copies_in_flight(sizes, chunk, tiers):
+    sizes = [size * 4096 for size in sizes]
+    layout = lay_out(sizes, chunk * 4096, [1.0] * tiers, [2**50] * tiers)
+    chunks = [len(cuts(size, layout.chunk_bytes)) for size in sizes]
+    assert sum(layout.slots) >= sum(chunks) + 2 * max(chunks)
+    assert layout.chunk_bytes <= chunk * 4096
+
+
+def test_chunks_are_small_enough_to_share_and_large_enough_for_bandwidth():
+    assert pick_chunk_bytes([60 * 2**20], 64 * 2**20) == 10 * 2**20
+    assert pick_chunk_bytes([2**20], 64 * 2**20) == 2**20
+    assert pick_chunk_bytes([600 * 2**20], 64 * 2**20) == 64 * 2**20
+    assert pick_chunk_bytes([600 * 2**20], 5000) == 4096
+
+
+def test_the_smallest_budget_is_at_most_two_of_the_largest_state_and_gradient():
+    sizes, gradient = [record_bytes(n, 3) for n in (1000, 5000, 200)], 4 * 5000
+    assert least_host_bytes(sizes, gradient, have_tiers=True) <= 2 * (max(sizes) + gradient + 4096)
+    assert least_host_bytes(sizes, gradient, have_tiers=False) >= sum(sizes) + gradient
+
+
+def subgroups_of_deepspeed(numels, size):
+    """The loop of DeepSpeed's `_create_fp16_sub_groups`."""
+    if size >= sum(numels):
+        return 1
+    count, held = 0, 0
+    for index, numel in enumerate(numels):
+        held += numel
+        if held >= size or index == len(numels) - 1:
+            count, held = count + 1, 0
+    return count
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(1, 10**5), min_size=1, max_size=60), min_size=1, max_size=3),
+    share=st.integers(10**3, 10**9),
+)
+def test_the_chosen_subgroup_size_makes_sixteen_where_parameters_allow(groups, share):
+    size = choose_subgroup_size(groups, share)
+    assert size >= 1
+    count = sum(subgroups_of_deepspeed(group, size) for group in groups)
+    assert count == count_subgroups(groups, size)
+    assert count >= min(16, sum(map(len, groups)))
+
+
+def test_a_bad_table_size_is_refused():
+    with pytest.raises(ValueError, match="multiple"):
+        from tests.containers import MemoryContainer
+
+        MemoryContainer(1, 100)

@@ -1,0 +1,119 @@
+"""Tier directories: what is refused before any training, and the lock of one job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlpo_hpc.config import load
+from mlpo_hpc.errors import ConfigError, StorageError
+from mlpo_hpc.storage import filesystem, place
+from mlpo_hpc.storage.filesystem import describe
+from mlpo_hpc.storage.lock import DirectoryLock
+from mlpo_hpc.storage.place import default_root, find_places, remove_default_tiers
+from mlpo_hpc.storage.probe import quick_bandwidth
+
+
+def with_tiers(*dirs, **extra):
+    tiers = [{"name": f"t{i}", "dir": str(path), **extra} for i, path in enumerate(dirs)]
+    return load({"mlp_offload": {"tiers": tiers}})
+
+
+def test_faults_of_all_tiers_come_together(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        find_places(with_tiers(tmp_path / "missing", tmp_path / "file", "${NOT_SET_HERE}/x"))
+    text = str(caught.value)
+    for part in ("'t0'", "create the directory", "'t1'", "is not a directory", "'t2'", "NOT_SET_HERE", "rank 0"):
+        assert part in text
+
+
+def test_memory_is_refused_unless_it_is_meant(monkeypatch, tmp_path):
+    monkeypatch.setattr(filesystem, "_mount_of", lambda real: ("/dev/shm", "tmpfs"))
+    with pytest.raises(ConfigError, match=r"tmpfs.*allow_memory"):
+        find_places(with_tiers(tmp_path))
+    assert find_places(with_tiers(tmp_path, allow_memory=True))[0].filesystem.is_memory
+
+
+def test_dev_shm_is_seen_as_memory():
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("no /dev/shm on this machine")
+    assert describe("/dev/shm").is_memory
+
+
+def test_two_tiers_on_one_device_are_warned_of(tmp_path, caplog):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert len(find_places(with_tiers(tmp_path / "a", tmp_path / "b"))) == 2
+    assert "on one device" in caplog.text
+    caplog.clear()
+    find_places(with_tiers(tmp_path / "a"))
+    assert "on one device" not in caplog.text
+
+
+@pytest.mark.parametrize("variable", place.BATCH_JOB_VARIABLES)
+def test_a_batch_job_must_say_its_tiers(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ConfigError, match='"tiers"'):
+        find_places(load({}))
+
+
+def test_default_tiers_come_and_go(monkeypatch, tmp_path):
+    monkeypatch.setattr(place.tempfile, "tempdir", str(tmp_path))
+    places = find_places(load({}))
+    assert [p.tier.name for p in places] == ["nvme", "pfs"]
+    assert all(Path(p.path).is_relative_to(tmp_path) for p in places)
+    assert default_root().startswith(str(tmp_path))
+    remove_default_tiers()
+    remove_default_tiers()
+    assert not Path(default_root()).exists()
+
+
+def test_default_tiers_avoid_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(place.tempfile, "tempdir", "/dev/shm")
+    if describe("/dev/shm").is_memory:
+        assert default_root().startswith("/var/tmp")
+
+
+def test_a_directory_belongs_to_one_job_until_it_ends(tmp_path):
+    code = f"""
+import sys
+from mlpo_hpc.storage.lock import DirectoryLock
+lock = DirectoryLock({str(tmp_path)!r})
+print("locked", flush=True)
+sys.stdin.read()
+"""
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "locked\n"
+    with pytest.raises(StorageError, match=rf"another job uses .*process {other.pid}.*{tmp_path}"):
+        DirectoryLock(str(tmp_path))
+    other.kill()  # kill -9: the kernel frees the lock, and no file is left
+    other.wait()
+    lock = DirectoryLock(str(tmp_path))
+    lock.close()
+    lock.close()
+    assert list(tmp_path.glob("*lock*")) == []
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    import errno
+    import fcntl
+
+    def refuse(fd, how):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    DirectoryLock(str(tmp_path)).close()
+    assert "cannot be locked" in caplog.text
+
+
+def test_a_quick_look_finds_bandwidth_and_leaves_nothing(tmp_path):
+    found = quick_bandwidth(str(tmp_path))
+    assert found.read_bps > 0
+    assert found.write_bps > 0
+    assert found.round_trip_bps < min(found.read_bps, found.write_bps)
+    assert [path for path in tmp_path.iterdir() if path.is_file()] == []
