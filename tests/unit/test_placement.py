@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -97,7 +98,7 @@ def test_cuts_cover_a_record_once(nbytes, chunk):
     pieces = cuts(nbytes, chunk)
     assert pieces[0].start == 0
     assert pieces[-1].stop == nbytes
-    assert all(a.stop == b.start for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(pieces))
     assert len(pieces) == math.ceil(nbytes / chunk)
 
 
