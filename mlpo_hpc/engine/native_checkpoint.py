@@ -40,8 +40,8 @@ class NativeCheckpoint:
             state_dict: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
             state_dict[FP32_FLAT_GROUPS] = [master.detach() for master in masters]
         finally:
-            for subgroup, master in enumerate(masters):
-                self._state.unbind(subgroup, copies[subgroup], self.optimizer, master)
+            for master in masters:
+                self._state.forget(self.optimizer, master)
         return state_dict
 
     def _copy_all(self) -> list[memoryview]:
@@ -104,7 +104,7 @@ class NativeCheckpoint:
         master = self.fp32_partitioned_groups_flat[subgroup]
         self._state.bind(subgroup, record, self.optimizer, master)
         self._reassign_or_swap_out_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
-        self._state.unbind(subgroup, record, self.optimizer, master)
+        self._state.forget(self.optimizer, master)
         self._store.pipeline.put(subgroup)
 
     def _restore_from_bit16_weights(self) -> None:

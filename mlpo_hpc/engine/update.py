@@ -141,8 +141,12 @@ class BoundState:
             if grown:
                 raise UnsupportedError(f"the optimizer began to keep {grown}, which its probe did not have")
             self._scalars[subgroup] = state
-        master.data = torch.empty(0, dtype=torch.float32)
-        master.grad = None
+        _empty(master)
+
+    def forget(self, optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
+        """Undo `bind` where nothing was changed; what refers to the state's dict keeps it whole."""
+        optimizer.state.pop(master, None)
+        _empty(master)
 
     def restore(self, subgroup: int, record: memoryview, weights: torch.Tensor, state: dict[str, Any] | None) -> None:
         """Write state from a checkpoint into a record. Without `state` only the master weights."""
@@ -173,6 +177,11 @@ class BoundState:
             *spec.vectors,
             *(key for key in self._scalars[subgroup] or {} if key not in spec.scalars),
         ]
+
+
+def _empty(master: torch.Tensor) -> None:
+    master.data = torch.empty(0, dtype=torch.float32)
+    master.grad = None
 
 
 def _initial_scalars(spec: StateSpec) -> dict[str, Any] | None:

@@ -1,0 +1,181 @@
+"""The engine at work on one and two ranks: life cycle, debug API, checkpoints, faults, bad input."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import ROOT, run_ranks
+
+
+@pytest.fixture
+def dirs(tmp_path):
+    made = [tmp_path / "nvme", tmp_path / "pfs"]
+    for path in made:
+        path.mkdir()
+    return [str(path) for path in made]
+
+
+def launch(scenario, num_ranks, tmp_path, timeout_s=120, env=None, **args):
+    args["out"] = str(tmp_path / "out")
+    command = ["-m", "tests.integration.worker", scenario, json.dumps(args)]
+    return run_ranks(num_ranks, command, timeout_s, env)
+
+
+def run(scenario, num_ranks, tmp_path, **args):
+    """Run a scenario that must end well on all ranks, by its own record of having finished."""
+    outcomes = launch(scenario, num_ranks, tmp_path, **args)
+    results = []
+    for rank, outcome in enumerate(outcomes):
+        file = tmp_path / f"out.{rank}"
+        assert file.exists(), outcome.text[-4000:]
+        results.append(json.loads(file.read_text()))
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_destroy_leaves_nothing_and_a_second_engine_works(num_ranks, tmp_path, dirs):
+    for found in run("lifecycle", num_ranks, tmp_path, dirs=dirs):
+        assert found["during"]["threads"]
+        assert found["during"]["files"]
+        assert found["after"] == {"threads": [], "files": []}
+        assert found["listing"] == [], "state files have no name"
+
+
+def test_interpreter_exit_leaves_nothing(tmp_path, dirs):
+    outcomes = launch("leave_without_destroy", 1, tmp_path, dirs=dirs)
+    assert outcomes[0].code == 0, outcomes[0].text[-3000:]
+    assert [*(tmp_path / "nvme").iterdir(), *(tmp_path / "pfs").iterdir()] == []
+
+
+def test_kill_9_leaves_nothing(tmp_path, dirs):
+    args = {"dirs": dirs, "out": str(tmp_path / "out"), "rank": 9, "what": "EIO"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.worker", "fault_in_step", json.dumps(args)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+    for line in process.stdout:
+        if "tiers: t0" in line:
+            break
+    process.kill()
+    process.wait()
+    assert [*(tmp_path / "nvme").iterdir(), *(tmp_path / "pfs").iterdir()] == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_debug_api_reads_and_sets_through_the_cache(num_ranks, tmp_path, dirs):
+    for found in run("debug_api", num_ranks, tmp_path, dirs=dirs):
+        assert found == {"kept": True, "exact": [True] * 4, "near": True, "gradient": True}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(num_ranks, tmp_path, dirs):
+    for found in run("resume", num_ranks, tmp_path, dirs=dirs, checkpoint=str(tmp_path / "ckpt")):
+        assert found["equal"]
+        assert found["unharmed"], "saving changes nothing"
+        assert found["where"] == 4
+        assert found["losses"][0] == found["losses"][1] == found["losses"][2]
+
+
+def test_checkpoints_go_to_and_come_from_stock_deepspeed(tmp_path, dirs):
+    found = run("stock_reads_ours", 1, tmp_path, dirs=dirs, checkpoint=str(tmp_path / "ckpt"))
+    assert found == [{"to_stock": True, "from_stock": True}]
+
+
+def test_host_memory_alone_saves_and_resumes(tmp_path):
+    found = run("resume", 1, tmp_path, dirs=[], host_memory=10**7, checkpoint=str(tmp_path / "ckpt"))
+    assert found[0]["equal"]
+
+
+def test_a_checkpoint_of_another_cut_is_refused_with_the_value_to_set(tmp_path, dirs):
+    found = run("other_cut", 1, tmp_path, dirs=dirs, host_memory=400_000, checkpoint=str(tmp_path / "ckpt"))
+    assert "sub_group_size" in found[0]["error"]
+
+
+# Which layers take part, by step and micro-step.
+WINDOWS = {
+    "steps": [[[0, 1, 2, 3, 4, 5]], [[0, 5]], [[1, 2, 3]], [[0, 1, 2, 3, 4, 5]], [[4]]],
+    "micro-steps": [[[0, 1], [2, 3]], [[0, 1, 2], [0, 5]], [[4], [4]], [[0, 1, 2, 3, 4, 5], [3]], [[5], [0]]],
+    "one each": [[[0], [1], [2]], [[2], [1], [0]], [[3, 4, 5], [0], [0]]],
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_layers_used_in_part_get_their_true_gradient(num_ranks, tmp_path, dirs):
+    cases = [{"windows": windows, "clip": clip} for windows in WINDOWS.values() for clip in (0.0, 0.05)]
+    for found in run("partial_use", num_ranks, tmp_path, dirs=dirs, cases=cases):
+        assert len(found["worst"]) == len(cases)
+        assert max(found["worst"]) < 2e-6, found
+
+
+BAD_INPUT = {
+    "missing directory on one rank": (
+        {"tier": "${TIER_DIR}", "by_rank": {"0": {"env": {"TIER_DIR": "/tmp"}}, "1": {"env": {"TIER_DIR": "/no/x"}}}},
+        ["rank 1 on", "/no/x", "create the directory"],
+    ),
+    "budget": ({"host_memory": 1000}, ["smallest that works is", "bytes a node", "Raise 'host_memory'"]),
+    "unknown key": ({"section": {"tires": 1}}, ["'tires'", "valid keys"]),
+    "ranks disagree": ({"by_rank": {"1": {"host_memory": 500_000}}}, ["ranks disagree", "500000"]),
+    "ranks disagree by environment": (
+        {"by_rank": {"1": {"env": {"MLPO_HPC_ORDER": "sequential"}}}},
+        ["ranks disagree", "sequential"],
+    ),
+    "unknown key on one rank": ({"by_rank": {"1": {"section": {"ordre": "x"}}}}, ["rank 1 on", "'ordre'"]),
+    "too little memory and no tier": ({"dirs": [], "host_memory": 1000}, ["add 'tiers'"]),
+    "too small a tier": ({"capacity": 50_000}, ["room for", "t0", "add a tier"]),
+    "stage": ({"changes": {"zero_optimization": {"stage": 2}}}, ["stage 3"]),
+    "memory as storage": ({"dirs": ["/dev/shm"]}, ["/dev/shm", "allow_memory"]),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """All bad inputs in one launch on two ranks."""
+    folder = tmp_path_factory.mktemp("bad")
+    made = [str(folder / name) for name in ("nvme", "pfs")]
+    for path in made:
+        os.mkdir(path)
+    cases = [{"dirs": made, **args} for args, _ in BAD_INPUT.values()]
+    return run("bad_input", 2, folder, cases=cases)
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_error_on_all_ranks_before_training(name, refusals):
+    index = list(BAD_INPUT).index(name)
+    first, second = (found["errors"][index] for found in refusals)
+    assert first == second
+    for text in BAD_INPUT[name][1]:
+        assert text in first
+    assert refusals[0]["left"] == []
+
+
+def test_a_second_job_in_the_same_directory_is_refused(tmp_path, dirs):
+    from mlpo_hpc.storage.lock import DirectoryLock
+
+    lock = DirectoryLock(dirs[1])
+    found = run("bad_input", 2, tmp_path, cases=[{"dirs": dirs}])
+    lock.close()
+    assert found[0] == found[1]
+    assert "another job uses" in found[0]["errors"][0]
+    assert dirs[1] in found[0]["errors"][0]
+
+
+@pytest.mark.parametrize("what", ["ENOSPC", "EDQUOT", "EIO", "truncated", "altered"])
+def test_a_fault_in_mid_step_is_said_and_ends_the_world(what, tmp_path, dirs):
+    outcomes = launch("fault_in_step", 2, tmp_path, dirs=dirs, rank=1, what=what)
+    assert all(outcome.code != 0 for outcome in outcomes), outcomes[0].text[-2000:]
+    text = outcomes[1].text
+    assert "breaking" in text
+    expected = {"truncated": "ends at byte", "altered": "is not what was written"}.get(what, what)
+    assert expected in text
+    assert "rank 1" in text
+    assert any(path in text for path in dirs)
+    assert hasattr(errno, what) is (what in ("ENOSPC", "EDQUOT", "EIO"))
+    assert not (tmp_path / "out.0").exists()
+    assert [*(tmp_path / "nvme").iterdir(), *(tmp_path / "pfs").iterdir()] == []

@@ -1,0 +1,57 @@
+"""The exactness gate: weights and optimizer state equal stock DeepSpeed's bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.integration.cases import FACTORS
+from tests.pairwise import pairwise, product
+from tests.ranks import run_ranks
+
+
+def pytest_generate_tests(metafunc):
+    if "case_index" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all")
+        cases = product(FACTORS) if everything else pairwise(FACTORS)
+        metafunc.parametrize("num_ranks", [1, 2], scope="module")
+        metafunc.parametrize("case_index", range(len(cases)), ids=[name_of(case) for case in cases])
+
+
+def name_of(case):
+    return "-".join(str(value) for value in case.values())
+
+
+@pytest.fixture(scope="module")
+def results(num_ranks, tmp_path_factory, request):
+    """All cases in one launch: importing DeepSpeed takes longer than a case."""
+    folder = tmp_path_factory.mktemp(f"gate{num_ranks}")
+    cases = product(FACTORS) if request.config.getoption("--all") else pairwise(FACTORS)
+    dirs = [folder / name for name in "abc"]
+    for path in dirs:
+        path.mkdir()
+    (folder / "cases.json").write_text(json.dumps(cases))
+    arguments = [str(folder / "cases.json"), str(folder / "results"), *map(str, dirs)]
+    outcomes = run_ranks(num_ranks, ["-m", "tests.integration.gate", *arguments], timeout_s=30 + 15 * len(cases))
+    files = [folder / f"results.{rank}" for rank in range(num_ranks)]
+    missing = [rank for rank, file in enumerate(files) if not file.exists()]
+    assert not missing, outcomes[missing[0]].text[-5000:]
+    return cases, [json.loads(file.read_text()) for file in files]
+
+
+def test_state_and_weights_are_those_of_stock_deepspeed(num_ranks, case_index, results):
+    cases, by_rank = results
+    case = cases[case_index]
+    for rank, found in enumerate(entry[case_index] for entry in by_rank):
+        assert found["finite"]
+        assert found["differs"] == [], f"rank {rank}"
+        assert found["peak_bytes"] <= found["budget_bytes"]
+        report = found["report"]
+        if case["dtype"] == "fp16":
+            assert found["skipped"] > 0, "the case is there for its overflow skips"
+        if found["tiers"]:
+            assert report["bytes_read"] > 0
+            assert report["cache_misses"] > 0
+        else:
+            assert report["cache_misses"] == 0

@@ -1,0 +1,340 @@
+"""What the integration tests run on each rank: ``python -m tests.integration.worker SCENARIO JSON``.
+
+A scenario gets a dict of arguments and returns a dict that rank R writes to ``<out>.R``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+
+import mlpo_hpc
+from mlpo_hpc.storage.posix import RawFile
+
+Args = dict[str, Any]
+
+HIDDEN = 64
+
+
+def model(layers: int = 6, hidden: int = HIDDEN) -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(*[torch.nn.Linear(hidden, hidden) for _ in range(layers)])
+
+
+def config(args: Args, **changes: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "sub_group_size": 1500, "stage3_param_persistence_threshold": 10},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "mlp_offload": {
+            "tiers": [
+                {"name": f"t{i}", "dir": d, "read_bps": 1e8, "write_bps": 1e8} for i, d in enumerate(args["dirs"])
+            ],
+            "host_memory": args.get("host_memory", 150_000 * int(os.environ["WORLD_SIZE"])),
+            "chunk_bytes": 8192,
+        },
+    }
+    made["mlp_offload"].update(args.get("section", {}))
+    made.update(changes)
+    return made
+
+
+def start(args: Args, **changes: Any) -> Any:
+    net = model()
+    return mlpo_hpc.initialize(model=net, model_parameters=net.parameters(), config=config(args, **changes))[0]
+
+
+def train(engine: Any, steps: int, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
+        x = torch.randn(2, HIDDEN, generator=generator).to(next(engine.module.parameters()).dtype)
+        loss = (engine(x).float() ** 2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fingerprint(engine: Any) -> list[float]:
+    """Weights and moments as exact sums of their bits."""
+    sums = []
+    for param in engine.module.parameters():
+        for value in (
+            safe_get_full_fp32_param(param),
+            safe_get_full_optimizer_state(param, "exp_avg"),
+            safe_get_full_optimizer_state(param, "exp_avg_sq"),
+        ):
+            sums.append(value.view(torch.int32).to(torch.int64).sum().item())
+    return sums
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("mlpo-")]
+
+
+def open_state_files(dirs: list[str]) -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if any(target.startswith(path) for path in dirs):
+            found.append(target)
+    return found
+
+
+# ---- scenarios ----------------------------------------------------------------------------
+
+
+def lifecycle(args: Args) -> Args:
+    """destroy() leaves no thread, file, lock; a second engine in the same process works."""
+    engine = start(args)
+    train(engine, 3)
+    during = {"threads": our_threads(), "files": open_state_files(args["dirs"])}
+    listing = [name for path in args["dirs"] for name in os.listdir(path)]
+    engine.destroy()
+    after = {"threads": our_threads(), "files": open_state_files(args["dirs"])}
+    again = start(args)
+    losses = train(again, 2)
+    again.destroy()
+    return {"during": during, "after": after, "listing": listing, "losses": losses}
+
+
+def leave_without_destroy(args: Args) -> Args:
+    """Nothing is called at the end: the interpreter's exit must clean up."""
+    train(start(args), 2)
+    return {"done": True}
+
+
+def debug_api(args: Args) -> Args:
+    """safe_get_*/safe_set_* between steps, through the cache, and a change that lasts."""
+    engine = start(args)
+    train(engine, 2)
+    params = list(engine.module.parameters())
+    first, last = params[0], params[-2]
+    local = safe_get_local_fp32_param(first)
+    before = local.clone()
+    for param in engine.module.parameters():  # walks the buffers that `local` came from
+        safe_get_full_fp32_param(param)
+    kept = torch.equal(local, before)
+    wanted = torch.full(first.ds_shape, 0.25)
+    for param in (first, last):
+        safe_set_full_fp32_param(param, wanted)
+        safe_set_full_optimizer_state(param, wanted * 2, "exp_avg")
+    exact = [torch.equal(safe_get_full_fp32_param(p), wanted) for p in (first, last)]
+    exact += [torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), wanted * 2) for p in (first, last)]
+    x = torch.randn(2, HIDDEN).bfloat16()
+    engine.backward((engine(x).float() ** 2).mean())
+    gradient = safe_get_full_grad(first)
+    engine.step()
+    followed = safe_get_full_optimizer_state(first, "exp_avg")
+    near = torch.allclose(followed, 0.9 * 0.5 + 0.1 * gradient, rtol=1e-5)  # the step went on from what was set
+    engine.destroy()
+    return {"kept": kept, "exact": exact, "near": near, "gradient": bool(gradient.abs().sum() > 0)}
+
+
+def resume(args: Args) -> Args:
+    """7 steps straight, against 4 + save + a new engine + load + 3."""
+    straight = start(args)
+    losses = train(straight, 7)
+    wanted = fingerprint(straight)
+    straight.destroy()
+    first = start(args)
+    begun = train(first, 4)
+    first.save_checkpoint(args["checkpoint"], tag="four", client_state={"where": 4})
+    first.save_checkpoint(args["checkpoint"], tag="four", client_state={"where": 4})  # the same tag again
+    kept_on = train(first, 3, first=4)
+    unharmed = fingerprint(first) == wanted
+    first.destroy()
+    second = start(args)
+    _, state = second.load_checkpoint(args["checkpoint"])
+    went_on = train(second, 3, first=4)
+    found = fingerprint(second)
+    second.load_checkpoint(args["checkpoint"], load_optimizer_states=False)
+    second.destroy()
+    return {
+        "losses": [losses, begun + kept_on, begun + went_on],
+        "equal": found == wanted,
+        "unharmed": unharmed,
+        "where": state["where"],
+    }
+
+
+def stock_reads_ours(args: Args) -> Args:
+    """DeepSpeed itself goes on from a checkpoint of ours, and we from one of its own."""
+    first = start(args)
+    train(first, 3)
+    first.save_checkpoint(args["checkpoint"], tag="ours")
+    wanted = train(first, 2, first=3)
+    first.destroy()
+    net = model()
+    stock_config = config(args)
+    del stock_config["mlp_offload"]
+    stock_config["zero_force_ds_cpu_optimizer"] = False
+    stock_config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    stock_config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
+    stock = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=stock_config)[0]
+    stock.load_checkpoint(args["checkpoint"])
+    by_stock = train(stock, 2, first=3)
+    stock.save_checkpoint(args["checkpoint"], tag="stock")
+    further = train(stock, 2, first=5)
+    stock.destroy()
+    second = start(args)
+    second.load_checkpoint(args["checkpoint"], tag="stock")
+    by_us = train(second, 2, first=5)
+    second.destroy()
+    return {"to_stock": by_stock == wanted, "from_stock": by_us == further}
+
+
+def other_cut(args: Args) -> Args:
+    """A checkpoint cut into other subgroups is refused with the value to set."""
+    first = start(args)
+    train(first, 1)
+    first.save_checkpoint(args["checkpoint"], tag="a")
+    first.destroy()
+    zero = {"stage": 3, "sub_group_size": 9000, "stage3_param_persistence_threshold": 10}
+    second = start(args, zero_optimization=zero)
+    try:
+        second.load_checkpoint(args["checkpoint"])
+    except mlpo_hpc.MlpoError as error:
+        return {"error": str(error)}
+    finally:
+        second.destroy()
+    return {"error": ""}
+
+
+def bad_input(args: Args) -> Args:
+    """Whatever is wrong, every rank raises the same error."""
+    errors = []
+    for case in args["cases"]:
+        mine = case | case.get("by_rank", {}).get(os.environ["RANK"], {})
+        os.environ.update(mine.get("env", {}))
+        if "tier" in mine:
+            mine["dirs"] = [mine["tier"]]
+        if "capacity" in mine:
+            tiers = [{"name": f"t{i}", "dir": d, "capacity": mine["capacity"]} for i, d in enumerate(mine["dirs"])]
+            mine["section"] = {"tiers": tiers}
+        try:
+            start(mine, **mine.get("changes", {})).destroy()
+            errors.append("")
+        except mlpo_hpc.MlpoError as error:
+            errors.append(str(error))
+        for name in mine.get("env", {}):
+            del os.environ[name]
+    return {"errors": errors, "left": our_threads()}
+
+
+def fault_in_step(args: Args) -> Args:
+    """After two good steps a transfer of one rank fails; it must not hang, and must say why."""
+    engine = start(args)
+    train(engine, 2)
+    if torch.distributed.get_rank() == args["rank"]:
+        print("breaking", args["what"], flush=True)
+        break_storage(engine, args["what"])
+    train(engine, 20, first=2)
+    return {"survived": True}
+
+
+def break_storage(engine: Any, what: str) -> None:
+    containers = [tier.container for tier in engine.optimizer._store.pipeline.tiers]
+    if what == "truncated":
+        for container in containers:
+            os.ftruncate(container.fd, 4096)
+    elif what == "altered":
+        for container in containers:
+            for slot in range(container.num_slots):
+                os.pwrite(
+                    os.open(f"/proc/self/fd/{container.fd}", os.O_RDWR), b"\xff" * 64, slot * container.slot_bytes
+                )
+    else:
+        code = getattr(errno, what)
+
+        def fail(self: Any, *_: Any) -> None:
+            raise __import__("mlpo_hpc.errors", fromlist=["x"]).storage_error(
+                "writing state", self.path, OSError(code, os.strerror(code))
+            )
+
+        RawFile._write = fail  # type: ignore[method-assign]
+
+
+def partial_use(args: Args) -> Args:
+    """Layers used in some micro-steps or steps only, against plain torch AdamW on the true gradients."""
+    return {"worst": [partial_case(args, case["windows"], case["clip"]) for case in args["cases"]]}
+
+
+def partial_case(args: Args, windows: list[list[list[int]]], clip: float) -> float:
+    """Largest difference of a weight after all windows."""
+    accumulation, world = len(windows[0]), int(os.environ["WORLD_SIZE"])
+    net, reference = model(), model()
+    changes: dict[str, Any] = {"bf16": {"enabled": False}, "gradient_accumulation_steps": accumulation}
+    made = config(args, gradient_clipping=clip, **changes)
+    made["optimizer"]["params"] |= {"eps": 1e-3, "weight_decay": 0.1}
+    engine = mlpo_hpc.initialize(model=net, model_parameters=net.parameters(), config=made)[0]
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+    for step, window in enumerate(windows):
+        for param in reference.parameters():
+            param.grad = torch.zeros_like(param)
+        for micro, used in enumerate(window):
+            for rank in range(world):
+                (partial_loss(reference, data(step, micro, rank), used) / (accumulation * world)).backward()
+            engine.backward(partial_loss(engine.module, data(step, micro, torch.distributed.get_rank()), used, engine))
+            engine.step()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
+        optimizer.step()
+    worst = 0.0
+    for param, true in zip(net.parameters(), reference.parameters(), strict=True):
+        worst = max(worst, (safe_get_full_fp32_param(param) - true.detach()).abs().max().item())
+    engine.destroy()
+    return worst
+
+
+def data(step: int, micro: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def partial_loss(net: torch.nn.Module, x: torch.Tensor, used: list[int], engine: Any = None) -> torch.Tensor:
+    """Only some of the layers take part."""
+    if engine is not None:
+        engine.module.forward = lambda y: apply(net, y, used)
+        return (engine(x) ** 2).mean()
+    return (apply(net, x, used) ** 2).mean()
+
+
+def apply(net: Any, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+    for index in used:
+        x = net[index](x)
+    return x
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    scenario, text = sys.argv[1:]
+    args = json.loads(text)
+    result = globals()[scenario](args)
+    Path(f"{args['out']}.{os.environ['RANK']}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
