@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from mlpo_hpc.cluster.launch import free_port
 
@@ -24,32 +27,39 @@ class Outcome:
 
 
 def run_ranks(num_ranks: int, args: list[str], timeout_s: float, env: dict[str, str] | None = None) -> list[Outcome]:
-    """Run ``python args...`` on each rank; when one fails the others are ended 10 s later."""
+    """Run ``python args...`` on each rank; once one failed the others have 10 s to end by themselves."""
     base = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **(env or {})}
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
     base |= {"WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    processes = []
-    for rank in range(num_ranks):
-        mine = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, *args]
-        processes.append(
-            subprocess.Popen(command, env=mine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-        )
-    return [Outcome(p.returncode, text) for p, text in zip(processes, _collect(processes, timeout_s), strict=True)]
+    with ExitStack() as files:
+        logs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
+        processes = [_start(rank, args, base, log) for rank, log in enumerate(logs)]
+        killed = _wait(processes, timeout_s)
+        return [_outcome(process, log, process in killed) for process, log in zip(processes, logs, strict=True)]
 
 
-def _collect(processes: list[subprocess.Popen[str]], timeout_s: float) -> list[str]:
+def _start(rank: int, args: list[str], base: dict[str, str], log: IO[str]) -> subprocess.Popen[bytes]:
+    mine = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return subprocess.Popen([sys.executable, *args], env=mine, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[subprocess.Popen[bytes]]:
+    """Wait for all; return those that had to be killed."""
     deadline = time.monotonic() + timeout_s
-    texts = []
-    for process in processes:
-        try:
-            text, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            for other in processes:
-                other.kill()
-            text, _ = process.communicate()
-            text += f"\n[killed after {timeout_s} s]"
-        if process.returncode:
+    failed = False
+    while running := [process for process in processes if process.poll() is None]:
+        if not failed and any(process.returncode for process in processes):
+            failed = True
             deadline = min(deadline, time.monotonic() + 10)
-        texts.append(text)
-    return texts
+        if time.monotonic() > deadline:
+            for process in running:
+                process.kill()
+                process.wait()
+            return running
+        time.sleep(0.05)
+    return []
+
+
+def _outcome(process: subprocess.Popen[bytes], log: IO[str], killed: bool) -> Outcome:
+    log.seek(0)
+    return Outcome(process.returncode, log.read() + ("\n[killed by the test]" if killed else ""))

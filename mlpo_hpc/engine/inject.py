@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mlpo_hpc.cluster import launch
+from mlpo_hpc.cluster.memory import return_freed_memory
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import SECTION, read_ds_config
 from mlpo_hpc.engine.translate import Translation, translate
@@ -95,6 +96,7 @@ def _import_subclasses_of_stage3() -> None:
 
 def init_distributed() -> None:
     """Collective over all ranks. See `mlpo_hpc.init_distributed`."""
+    return_freed_memory()
     import deepspeed
 
     if not deepspeed.comm.is_initialized():

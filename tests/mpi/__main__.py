@@ -1,0 +1,36 @@
+"""Run the MPI tests on this rank: ``mpirun -n N python -m tests.mpi``.
+
+The same bodies on 1, 2 and 4 ranks. Each has its own timeout, for deadlock is how such code
+fails; a rank that fails or hangs ends the world.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import time
+
+from mlpo_hpc.cluster.node import start_mpi
+from tests.mpi import bodies
+
+TIMEOUT_S = 120
+
+
+def main() -> None:
+    world = start_mpi()
+    tests = [body for name, body in vars(bodies).items() if name.startswith("test_")]
+    for body in tests:
+        begin = time.monotonic()
+        faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
+        body(world)
+        world.Barrier()
+        faulthandler.cancel_dump_traceback_later()
+        if world.rank == 0:
+            print(f"{body.__name__} on {world.size} ranks: passed in {time.monotonic() - begin:.1f} s", flush=True)
+    if world.rank == 0:
+        print(f"{len(tests)} passed, 0 failed", flush=True)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
