@@ -204,6 +204,7 @@ def main() -> None:
     shape, config = SIZES[args.size], ds_config(args)
     Linear.compute_dtype = pick_compute_dtype(args.compute_dtype, args.dtype)
     plain = {key: value for key, value in config.items() if key != "mlp_offload"}
+    torch.manual_seed(args.seed)
     with deepspeed.zero.Init(config_dict_or_path=plain):
         model = Gpt(shape, args.context)
     initialise(model, shape.layers)

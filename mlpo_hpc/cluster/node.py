@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import os
 import socket
 import sys
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mlpo_hpc.cluster.verdict import gather
+from mlpo_hpc.cluster.verdict import gather, world_rank
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,8 +32,8 @@ def find_node() -> Node:
     """Collective over the training world. Find the ranks that share this host."""
     host = socket.gethostname()
     hosts = gather(host)
-    world_rank = int(os.environ.get("RANK", "0")) if len(hosts) > 1 else 0
-    return Node(host, world_rank, len(hosts), hosts[:world_rank].count(host), hosts.count(host))
+    rank = world_rank()
+    return Node(host, rank, len(hosts), hosts[:rank].count(host), hosts.count(host))
 
 
 def start_mpi() -> MPI.Intracomm:

@@ -23,6 +23,13 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def world_rank() -> int:
+    """This rank's number in the training world; 0 without one."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def raise_together(error: BaseException | None) -> None:
     """Collective over the training world. If any rank has an error, all raise the same one.
 

@@ -70,7 +70,9 @@ def offload(ds_config: DsConfig) -> Iterator[None]:
 
     deepspeed.initialize = initialize_with_offload
     # A name imported earlier (`from deepspeed import initialize`) passes us by: say so, do not train stock.
-    stage3_module.DeepSpeedZeroOptimizer_Stage3 = _refuse_bypass
+    stage3_module.DeepSpeedZeroOptimizer_Stage3 = type(
+        stock_class.__name__, (stock_class,), {"__init__": _refuse_bypass}
+    )
     try:
         yield
     finally:

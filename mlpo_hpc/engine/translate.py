@@ -12,7 +12,6 @@ from typing import Any
 
 from mlpo_hpc.config import SECTION, OffloadConfig, Tier, load, read_ds_config
 from mlpo_hpc.errors import ConfigError, UnsupportedError
-from mlpo_hpc.telemetry.log import say
 
 AUTO = "auto"  # trainers replace it before DeepSpeed sees it
 
@@ -123,7 +122,6 @@ def _nvme_tier(section: Mapping[str, Any]) -> Tier:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"offload_optimizer.nvme_path {path} cannot be made: {error}") from error
-    say("offload_optimizer.nvme_path %s becomes the tier 'nvme'", path)
     return Tier(name="nvme", dir=str(path))
 
 
