@@ -29,6 +29,7 @@ class Outcome:
 def run_ranks(num_ranks: int, args: list[str], timeout_s: float, env: dict[str, str] | None = None) -> list[Outcome]:
     """Run ``python args...`` on each rank; once one failed the others have 10 s to end by themselves."""
     base = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **(env or {})}
+    base = {name: value for name, value in base.items() if value}  # an empty value takes a default away
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
     base |= {"WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     with ExitStack() as files:

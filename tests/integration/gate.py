@@ -31,7 +31,7 @@ def train(engine: Any, case: dict[str, Any], steps: int = cases.STEPS, first_ste
     for step in range(first_step, first_step + steps):
         for micro in range(case["accumulation"]):
             generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-            x = torch.randn(4, 37, generator=generator).to(cases.DTYPES[case["dtype"]])
+            x = torch.randn(4, 37, generator=generator).to(engine.device, cases.DTYPES[case["dtype"]])
             loss = (engine(x).float() ** 2).mean() * 10
             engine.backward(loss)
             engine.step()
@@ -111,7 +111,8 @@ def main() -> None:
     case_file, result_file, *dirs = sys.argv[1:]
     get_accelerator().is_fp16_supported = lambda: True  # torch computes it on any CPU, DeepSpeed asks for fast units
     with _nothing_to_compile(deepspeed.ops):
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        backend = get_accelerator().communication_backend_name()
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
     results = []
     for case in json.loads(Path(case_file).read_text()):
         stock, numels = run_stock(case)

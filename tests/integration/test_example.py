@@ -177,6 +177,17 @@ def test_offload_is_strict_and_leaves_deepspeed_as_it_was(tmp_path):
     assert "FORWARD True" in done.stdout
 
 
+def test_the_readme_s_example_runs_as_it_stands(tmp_path):
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert code.count("\n") == 12
+    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-c", code + "\nprint('LOSS', loss.item())\n"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "LOSS" in done.stdout
+    assert list((tmp_path / "tmp").rglob("mlpo*")) == [], "the embedded default's directories are gone"
+
+
 def test_nothing_is_compiled(tmp_path):
     """https://github.com/deepspeedai/DeepSpeed/issues/7346: neither a compiler nor libaio is needed"""
     example(tmp_path, "--steps", "1", env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "CXX": "/bin/false"})

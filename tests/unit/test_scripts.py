@@ -1,0 +1,64 @@
+"""Shell scripts, module files, README and docs: parsed, and what they name exists."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mlpo_hpc.config import OffloadConfig, Tier
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = [ROOT / "slurm/pretrain.sbatch", ROOT / ".ci/run", ROOT / ".ci/setup", ROOT / ".ci/mpirun"]
+TEXTS = [ROOT / "README.md", ROOT / "docs/architecture.md"]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_scripts_parse(path):
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(path)], check=True)
+
+
+def test_the_module_file_balances():
+    text = (ROOT / "modules/mlpo_hpc.lua").read_text()
+    if shutil.which("luac"):
+        subprocess.run(["luac", "-p", str(ROOT / "modules/mlpo_hpc.lua")], check=True)
+    assert 'setenv("MLPO_HPC_ROOT", prefix)' in text
+    assert "PYTHONPATH" not in text, "it would leak into every other Python"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.name)
+def test_files_and_targets_that_are_named_exist(path):
+    text = path.read_text()
+    for target in re.findall(r"^make (\w[\w-]*)", text, re.M):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
+    for name in re.findall(r"\b(?:examples|slurm|docs|tests)/[\w./-]+\w", text):
+        assert (ROOT / name).exists(), name
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (path.parent / link).exists(), link
+
+
+def test_the_readme_lists_every_key():
+    text = (ROOT / "README.md").read_text()
+    for key in [*OffloadConfig.model_fields, *Tier.model_fields]:
+        if key not in ("container", "transport"):  # one value each so far
+            assert f"`{key}`" in text, key
+
+
+def test_modules_of_the_house_are_in_the_docs():
+    text = (ROOT / "docs/architecture.md").read_text()
+    for path in (ROOT / "mlpo_hpc").rglob("*.py"):
+        if path.name not in ("__init__.py", "fp32.py"):
+            assert path.name in text, path.name
+
+
+TOP_LEVEL = {"mlpo_hpc", "slurm", "modules", "tests", "examples", "setup.cfg", "pyproject.toml"}
+
+
+def test_the_top_level_is_complete():
+    present = {path.name for path in ROOT.iterdir()}
+    assert present >= TOP_LEVEL | {"README.md", "LICENSE", "Makefile", "docs", ".ci"}
