@@ -179,12 +179,12 @@ def test_offload_is_strict_and_leaves_deepspeed_as_it_was(tmp_path):
 
 def test_the_readme_s_example_runs_as_it_stands(tmp_path):
     code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    assert code.count("\n") == 12
+    assert code.count("\n") <= 12
     env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-c", code + "\nprint('LOSS', loss.item())\n"]
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "LOSS" in done.stdout
+    assert "cache_hits" in done.stdout
     assert list((tmp_path / "tmp").rglob("mlpo*")) == [], "the embedded default's directories are gone"
 
 
