@@ -20,7 +20,7 @@ from mlpo_hpc.errors import ConfigError
 
 SECTION = "mlp_offload"
 ENV_PREFIX = "MLPO_HPC_"
-ENV_OF_OTHERS = {"ROOT", "SITE"}  # set by the environment module, not configuration keys
+ENV_OF_OTHERS = {"ROOT", "SITE", "PREFIX", "IGNORE_CONTRACT"}  # of the environment module and the contract
 
 # Where node-local storage is found on clusters when `dir` is "auto", first fit wins.
 NODE_LOCAL_VARIABLES = ("SLURM_TMPDIR", "LOCALSCRATCH", "LOCAL_SCRATCH", "LOCAL_TMPDIR", "TMPDIR")

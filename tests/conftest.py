@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-NOTHING_SKIPPED = "MLPO_HPC_TEST_NOTHING_SKIPPED"
+NOTHING_SKIPPED = "TEST_NOTHING_SKIPPED"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +29,7 @@ def _private_environment(monkeypatch, tmp_path):
     for name in list(os.environ):
         if name.startswith(("SLURM_", "PBS_", "LSB_", "FLUX_", "OMPI_", "PMI", "PMIX")):
             monkeypatch.delenv(name)
-        if name.startswith("MLPO_HPC_") and name != NOTHING_SKIPPED:
+        if name.startswith("MLPO_HPC_"):
             monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

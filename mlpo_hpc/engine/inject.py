@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -160,7 +161,8 @@ def _translate_call(given: inspect.BoundArguments, mine: Mapping[str, Any]) -> T
 def _agree(make: Callable[[], Translation]) -> Translation:
     """Collective over the training world. The same configuration on all ranks, or the same error."""
     translation = together(make)
-    texts = gather(translation.offload.model_dump_json())
+    mine = {"mlp_offload": translation.offload.model_dump(mode="json"), **translation.ds_config}
+    texts = gather(json.dumps(mine, sort_keys=True, default=repr))
     odd = [rank for rank, text in enumerate(texts) if text != texts[0]]
     if odd:
         raise ConfigError(

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from mlpo_hpc.cluster.node import Node
 from mlpo_hpc.cluster.verdict import gather, together
-from mlpo_hpc.config import OffloadConfig, Static, Tier
+from mlpo_hpc.config import OffloadConfig, Static
 from mlpo_hpc.errors import storage_error
 from mlpo_hpc.storage.lock import DirectoryLock
 from mlpo_hpc.storage.place import Place
@@ -50,15 +50,17 @@ def tier_weights(config: OffloadConfig, places: Sequence[Place], node: Node) -> 
         return list(config.placement.static)
     if len(places) <= 1:
         return [1.0] * len(places)
-    rates = together(lambda: [_bandwidth(place.tier, place.path).round_trip_bps for place in places])
+    rates = together(lambda: [_bandwidth(place).round_trip_bps for place in places])
     of_node = [theirs for host, theirs in gather((node.host, rates)) if host == node.host]
     return [sum(column) / len(column) for column in zip(*of_node, strict=True)]
 
 
-def _bandwidth(tier: Tier, path: str) -> Bandwidth:
+def _bandwidth(place: Place) -> Bandwidth:
+    tier = place.tier
     if tier.read_bps and tier.write_bps:
         return Bandwidth(tier.read_bps, tier.write_bps)
-    probed = quick_bandwidth(path)
+    # Every rank probes at the same time, and a nearly full tier must not fail for the probe's sake.
+    probed = quick_bandwidth(place.path, place.filesystem.free_bytes // 16)
     say("tier %s: %.2f GB/s read, %.2f GB/s write", tier.name, probed.read_bps / 1e9, probed.write_bps / 1e9)
     return Bandwidth(tier.read_bps or probed.read_bps, tier.write_bps or probed.write_bps)
 

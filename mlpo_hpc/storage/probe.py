@@ -8,9 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from mlpo_hpc.storage.base import ALIGNMENT_BYTES
 from mlpo_hpc.storage.posix import RawFile
 
-CHUNK_BYTES = 8 * 2**20
+MOST_BYTES = 64 * 2**20
 NUM_CHUNKS = 8
 NUM_THREADS = 2
 LIMIT_S = 1.0
@@ -29,16 +30,24 @@ class Bandwidth:
         return 1 / (1 / self.read_bps + 1 / self.write_bps)
 
 
-def quick_bandwidth(directory: str) -> Bandwidth:
+def quick_bandwidth(directory: str, room_bytes: int = MOST_BYTES) -> Bandwidth:
     """Write and read back up to 64 MiB in an unnamed file, at most about a second each way.
+
+    Parameters
+    ----------
+    directory : str
+        Where to look.
+    room_bytes : int
+        Space that may be taken for a moment.
 
     Raises
     ------
     StorageError
         If the directory does not take the bytes.
     """
-    file = RawFile(directory, CHUNK_BYTES, NUM_CHUNKS)
-    blocks = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(NUM_THREADS)]
+    chunk_bytes = max(1, min(MOST_BYTES, room_bytes) // NUM_CHUNKS // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    file = RawFile(directory, chunk_bytes, NUM_CHUNKS)
+    blocks = [mmap.mmap(-1, chunk_bytes) for _ in range(NUM_THREADS)]
     views = [memoryview(block) for block in blocks]
     try:
         written, write_bps = _rate(file.write, views, NUM_CHUNKS)
@@ -60,4 +69,4 @@ def _rate(move: Callable[[int, memoryview], None], views: list[memoryview], limi
             count = min(len(views), limit - done)
             list(pool.map(move, range(done, done + count), views[:count]))
             done += count
-    return done, done * CHUNK_BYTES / (time.perf_counter() - begin)
+    return done, done * views[0].nbytes / (time.perf_counter() - begin)

@@ -74,9 +74,9 @@ def test_the_debug_api_reads_and_sets_through_the_cache(num_ranks, tmp_path, dir
         assert found == {"kept": True, "exact": [True] * 4, "near": True, "gradient": True}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(num_ranks, tmp_path, dirs):
-    for found in run("resume", num_ranks, tmp_path, dirs=dirs, checkpoint=str(tmp_path / "ckpt")):
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(1, "bf16"), (2, "bf16"), (2, "fp16")])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(num_ranks, dtype, tmp_path, dirs):
+    for found in run("resume", num_ranks, tmp_path, dirs=dirs, dtype=dtype, checkpoint=str(tmp_path / "ckpt")):
         assert found["equal"]
         assert found["unharmed"], "saving changes nothing"
         assert found["where"] == 4
@@ -129,6 +129,10 @@ BAD_INPUT = {
     "unknown key on one rank": ({"by_rank": {"1": {"section": {"ordre": "x"}}}}, ["rank 1 on", "'ordre'"]),
     "too little memory and no tier": ({"dirs": [], "host_memory": 1000}, ["add 'tiers'"]),
     "too small a tier": ({"capacity": 50_000}, ["room for", "t0", "add a tier"]),
+    "ranks disagree about DeepSpeed's part": (
+        {"by_rank": {"1": {"changes": {"gradient_clipping": 0.5}}}},
+        ["ranks disagree", '"gradient_clipping": 0.5'],
+    ),
     "stage": ({"changes": {"zero_optimization": {"stage": 2}}}, ["stage 3"]),
     "memory as storage": ({"dirs": ["/dev/shm"]}, ["/dev/shm", "allow_memory"]),
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -59,6 +60,11 @@ def config(args: Args, **changes: Any) -> dict[str, Any]:
 
 
 def start(args: Args, **changes: Any) -> Any:
+    if args.get("dtype") == "fp16":
+        get_accelerator().is_fp16_supported = lambda: True
+        changes["fp16"] = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
+        changes["bf16"] = {"enabled": False}
+        changes["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
     net = model()
     return mlpo_hpc.initialize(model=net, model_parameters=net.parameters(), config=config(args, **changes))[0]
 
