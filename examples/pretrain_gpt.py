@@ -168,8 +168,11 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
         "gradient_clipping": args.clip,
         "steps_per_print": 10**9,
         args.dtype: {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": args.lr, "warmup_num_steps": 5}},
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr / 5, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": args.lr, "warmup_num_steps": 5, "warmup_type": "linear"},
+        },
         "zero_optimization": {"stage": 3},
         "mlp_offload": section,
     }
@@ -184,7 +187,7 @@ def parse() -> argparse.Namespace:
     add("--micro-batch", type=int, default=2, help="pieces of text a rank and micro-step")
     add("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient; 0: no clipping")
-    add("--lr", type=float, default=6e-4, help="learning rate after 5 steps of warm-up")
+    add("--lr", type=float, default=4e-4, help="learning rate after 5 steps of warm-up")
     add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help="type of weights and gradients")
     add("--compute-dtype", choices=["auto", "bf16", "fp16", "fp32"], default="auto", help="type to multiply in")
     add("--data", type=Path, nargs="+", help="files, or folders of .py files (default: Python's standard library)")

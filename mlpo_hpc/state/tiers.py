@@ -97,5 +97,8 @@ def _tokens(config: OffloadConfig, place: Place) -> tuple[Token, Token]:
     if config.tokens.backend == "off":
         return FreeToken(), FreeToken()
     permits = place.tier.permits or config.tokens.permits
-    device, timeout_s = place.filesystem.device, config.tokens.timeout_s
-    return local_token(device, "reading", permits, timeout_s), local_token(device, "writing", permits, timeout_s)
+    timeout_s = config.tokens.timeout_s
+    return (
+        local_token(place.path, "reading", permits, timeout_s),
+        local_token(place.path, "writing", permits, timeout_s),
+    )

@@ -76,14 +76,14 @@ class LocalToken(Token):
             return bool(self._waiting)
 
 
-_tokens: dict[tuple[int, str, int], LocalToken] = {}
+_tokens: dict[tuple[str, str, int], LocalToken] = {}
 _tokens_lock = threading.Lock()
 
 
-def local_token(device: int, direction: str, permits: int, timeout_s: float) -> LocalToken:
-    """The one token of this process for a device (`st_dev`) and a direction."""
+def local_token(path: str, direction: str, permits: int, timeout_s: float) -> LocalToken:
+    """The one token of this process for a tier's directory and a direction."""
     with _tokens_lock:
-        key = (device, direction, permits)
+        key = (path, direction, permits)
         if key not in _tokens:
-            _tokens[key] = LocalToken(f"{direction} on device {device}", permits, timeout_s)
+            _tokens[key] = LocalToken(f"{direction} in {path}", permits, timeout_s)
         return _tokens[key]

@@ -162,7 +162,7 @@ def test_bad_input_is_one_error_on_all_ranks_before_training(name, refusals):
 def test_a_second_job_in_the_same_directory_is_refused(tmp_path, dirs):
     from mlpo_hpc.storage.lock import DirectoryLock
 
-    lock = DirectoryLock(dirs[1])
+    lock = DirectoryLock(dirs[1])  # this process is the other job
     found = run("bad_input", 2, tmp_path, cases=[{"dirs": dirs}])
     lock.close()
     assert found[0] == found[1]

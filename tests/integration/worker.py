@@ -119,6 +119,10 @@ def lifecycle(args: Args) -> Args:
     train(engine, 3)
     during = {"threads": our_threads(), "files": open_state_files(args["dirs"])}
     listing = [name for path in args["dirs"] for name in os.listdir(path)]
+    beside = start(args)  # a second model of the same process, on the same tiers
+    train(beside, 1)
+    beside.destroy()
+    train(engine, 1, first=3)
     engine.destroy()
     after = {"threads": our_threads(), "files": open_state_files(args["dirs"])}
     again = start(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -79,6 +80,17 @@ def test_default_tiers_avoid_memory(monkeypatch, tmp_path):
         assert default_root().startswith("/var/tmp")
 
 
+def locked_by_us(path):
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def test_a_directory_belongs_to_one_job_until_it_ends(tmp_path):
     code = f"""
 import sys
@@ -93,15 +105,17 @@ sys.stdin.read()
         DirectoryLock(str(tmp_path))
     other.kill()  # kill -9: the kernel frees the lock, and no file is left
     other.wait()
-    lock = DirectoryLock(str(tmp_path))
+    lock, second = DirectoryLock(str(tmp_path)), DirectoryLock(str(tmp_path))  # two engines of one process
     lock.close()
     lock.close()
+    assert locked_by_us(tmp_path)
+    second.close()
+    assert not locked_by_us(tmp_path)
     assert list(tmp_path.glob("*lock*")) == []
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
     import errno
-    import fcntl
 
     def refuse(fd, how):
         raise OSError(errno.ENOLCK, "no locks")

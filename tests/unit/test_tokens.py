@@ -79,9 +79,9 @@ def test_a_wait_that_takes_too_long_is_an_error_and_leaves_the_queue():
     assert token.acquire() == 0.0
 
 
-def test_one_token_a_device_and_direction():
-    assert local_token(1, "reading", 1, 1.0) is local_token(1, "reading", 1, 9.0)
-    assert local_token(1, "reading", 1, 1.0) is not local_token(1, "writing", 1, 1.0)
+def test_one_token_a_directory_and_direction():
+    assert local_token("/a", "reading", 1, 1.0) is local_token("/a", "reading", 1, 9.0)
+    assert local_token("/a", "reading", 1, 1.0) is not local_token("/a", "writing", 1, 1.0)
     with pytest.raises(ValueError, match="permit"):
         LocalToken("x", 0)
 
