@@ -104,7 +104,11 @@ def init_distributed() -> None:
 
     if not deepspeed.comm.is_initialized():
         launch.prepare()
-        backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
+        accelerator = deepspeed.accelerator.get_accelerator()
+        backend = accelerator.communication_backend_name()
+        if accelerator.device_name() != "cpu":
+            # Before the first collective: all ranks would meet on device 0. One device may be all we see.
+            accelerator.set_device(int(os.environ["LOCAL_RANK"]) % accelerator.device_count())
         with _nothing_to_compile(deepspeed.ops):
             deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 

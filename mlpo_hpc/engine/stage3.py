@@ -16,6 +16,7 @@ import weakref
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from mlpo_hpc.cluster.node import find_node
@@ -149,7 +150,8 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         for param in params:
             key = self.get_param_id(param)
             if param.ds_id in self._active and key not in self.norm_for_param_grads:
-                self.norm_for_param_grads[key] = self._constant_buffered_norm2(self._slice_of(param))
+                gradient = self._slice_of(param).to(get_accelerator().current_device_name())
+                self.norm_for_param_grads[key] = self._constant_buffered_norm2(gradient)
         return super().complete_grad_norm_calculation_for_cpu_offload(params)
 
     def _pre_step(self) -> None:
