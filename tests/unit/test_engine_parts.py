@@ -122,7 +122,6 @@ def test_state_of_another_shape_is_refused():
         (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
         (torch.optim.Adamax, {}),
         (torch.optim.NAdam, {}),
-        (torch.optim.Adagrad, {}),
     ],
 )
 def test_updates_through_a_record_are_those_of_the_optimizer_itself(kind, kwargs):
