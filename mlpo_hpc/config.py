@@ -22,11 +22,6 @@ SECTION = "mlp_offload"
 ENV_PREFIX = "MLPO_HPC_"
 ENV_OF_OTHERS = {"ROOT", "SITE", "PREFIX", "IGNORE_CONTRACT"}  # of the environment module and the contract
 
-# Where node-local storage is found on clusters when `dir` is "auto", first fit wins.
-NODE_LOCAL_VARIABLES = ("SLURM_TMPDIR", "LOCALSCRATCH", "LOCAL_SCRATCH", "LOCAL_TMPDIR", "TMPDIR")
-NODE_LOCAL_PATHS = ("/mnt/bb/${USER}", "/local/scratch", "/raid/scratch", "/tmp")
-SHARED_VARIABLES = ("SCRATCH", "PSCRATCH", "WORK")
-
 
 class Section(BaseModel):
     """A part of the tree: unknown keys are errors that list the valid ones."""
@@ -185,27 +180,6 @@ def expand(path: str) -> str:
         return os.environ[name]
 
     return os.path.expanduser(re.sub(r"\$\{(\w+)\}|\$(\w+)", value, path))
-
-
-def auto_dir(kind: str | None) -> str:
-    """First usual place for a tier of this kind that exists and is writable.
-
-    Raises
-    ------
-    ConfigError
-        If none fits.
-    """
-    if kind == "shared":
-        candidates = [os.environ[name] for name in SHARED_VARIABLES if name in os.environ]
-    else:
-        candidates = [os.environ[name] for name in NODE_LOCAL_VARIABLES if name in os.environ]
-        candidates += [os.path.expandvars(path) for path in NODE_LOCAL_PATHS]
-    for path in candidates:
-        if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK):
-            return path
-    raise ConfigError(
-        f"no usual place for a {kind or 'node_local'} tier exists here; give its 'dir' (tried {candidates})"
-    )
 
 
 def _copy(value: Any) -> Any:

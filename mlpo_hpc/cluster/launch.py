@@ -34,6 +34,7 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher("PALS", "PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
 )
 
@@ -65,9 +66,14 @@ def prepare() -> str:
 
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
-    """The innermost launcher whose variables are set; variables set by hand come first."""
+    """The innermost launcher whose variables are set; variables set by hand come first.
+
+    One that does not tell the local rank is passed over for the next: srun sets MPICH's PMI_RANK
+    too, but only SLURM_LOCALID beside it.
+    """
     for launcher in LAUNCHERS:
-        if launcher.rank in environ and launcher.size in environ:
+        by_hand = launcher.name == "torchrun"
+        if launcher.rank in environ and launcher.size in environ and (by_hand or launcher.local_rank in environ):
             return launcher
     return None
 

@@ -40,7 +40,8 @@ def raise_together(error: BaseException | None) -> None:
     """
     mine = None
     if error is not None:
-        mine = (type(error).__name__, socket.gethostname(), os.environ.get("RANK", "0"), str(error))
+        text = str(error) if isinstance(error, errors.MlpoError) else f"{type(error).__name__}: {error}"
+        mine = (type(error).__name__, socket.gethostname(), os.environ.get("RANK", "0"), text)
     found = [entry for entry in gather(mine) if entry is not None]
     if not found:
         return
@@ -55,10 +56,10 @@ def raise_together(error: BaseException | None) -> None:
 def together(action: Callable[[], T]) -> T:
     """Collective over the training world. Do something alone; if it fails on any rank, raise on all."""
     results: list[T] = []
-    failure = None
+    failure: Exception | None = None
     try:
         results.append(action())
-    except errors.MlpoError as error:
+    except Exception as error:  # whatever it is: the other ranks wait in the next collective
         failure = error
     raise_together(failure)
     return results[0]

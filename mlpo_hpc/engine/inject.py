@@ -20,6 +20,11 @@ from mlpo_hpc.telemetry import log
 
 DsConfig = Mapping[str, Any] | str | os.PathLike[str]
 
+CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
+
+_open_contexts: list[list[Any]] = []
+"""The engines made under each open `offload` context."""
+
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """Collective over all ranks. See `mlpo_hpc.initialize`."""
@@ -36,7 +41,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
 @contextmanager
 def offload(ds_config: DsConfig) -> Iterator[None]:
-    """See `mlpo_hpc.offload`."""
+    """See `mlpo_hpc.offload`. Contexts may be nested; the innermost one's configuration holds."""
     log.start()
     mine = read_ds_config(ds_config)
     translate(mine)  # a wrong configuration is said before a trainer does its work
@@ -45,45 +50,75 @@ def offload(ds_config: DsConfig) -> Iterator[None]:
 
     _import_subclasses_of_stage3()
     from mlpo_hpc.engine import contract
-    from mlpo_hpc.engine.stage3 import OffloadStage3
+    from mlpo_hpc.engine.stage3 import STOCK_CLASS
 
-    stock_class = stage3_module.DeepSpeedZeroOptimizer_Stage3
-    stock_initialize = deepspeed.initialize
-    contract.check(stock_class, deepspeed.__version__)
-    engines: list[Any] = []
+    contract.check(STOCK_CLASS, deepspeed.__version__)
+    stock_initialize = getattr(deepspeed.initialize, "stock", deepspeed.initialize)
 
     @functools.wraps(stock_initialize)
     def initialize_with_offload(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(stock_initialize).bind(*args, **kwargs)
-        init_distributed()
-        translation = _agree(lambda: _translate_call(given, mine))
-        bound_class = type("OffloadStage3", (OffloadStage3,), {"translation": translation})
-        stage3_module.DeepSpeedZeroOptimizer_Stage3 = bound_class
-        result = stock_initialize(*given.args, **given.kwargs)
-        if not isinstance(result[0].optimizer, OffloadStage3):
-            raise UnsupportedError(
-                f"DeepSpeed built {type(result[0].optimizer).__name__} instead of the offload engine: another library "
-                "replaces its ZeRO-3 optimizer too"
-            )
-        _map_checkpoints(result[0])
-        engines.append(result[0])
+        if not _trains(given.arguments):  # a reference model, say: there is no state to offload
+            with _replaced(stage3_module, CLASS_NAME, STOCK_CLASS):
+                return stock_initialize(*args, **kwargs)
+        result = _initialize(stock_initialize, stage3_module, given, mine)
+        for engines in _open_contexts:
+            engines.append(result[0])
         return result
 
-    deepspeed.initialize = initialize_with_offload
+    initialize_with_offload.stock = stock_initialize  # type: ignore[attr-defined]
     # A name imported earlier (`from deepspeed import initialize`) passes us by: say so, do not train stock.
-    stage3_module.DeepSpeedZeroOptimizer_Stage3 = type(
-        stock_class.__name__, (stock_class,), {"__init__": _refuse_bypass}
-    )
+    refusing = type(CLASS_NAME, (STOCK_CLASS,), {"__init__": _refuse_bypass})
+    made: list[Any] = []
+    _open_contexts.append(made)
     try:
-        yield
+        with (
+            _replaced(deepspeed, "initialize", initialize_with_offload),
+            _replaced(stage3_module, CLASS_NAME, refusing),
+        ):
+            yield
     finally:
-        deepspeed.initialize = stock_initialize
-        stage3_module.DeepSpeedZeroOptimizer_Stage3 = stock_class
-    if not engines:
+        _open_contexts.pop()
+    if not made:
         raise MlpoError(
             "nothing was initialised under mlpo_hpc.offload(): open it around the call that runs "
             "deepspeed.initialize, such as trainer.train() or accelerator.prepare(), not around the constructor"
         )
+
+
+def _initialize(
+    stock_initialize: Callable[..., Any], stage3_module: Any, given: inspect.BoundArguments, mine: Mapping[str, Any]
+) -> Any:
+    """Collective over all ranks. `deepspeed.initialize` with our optimizer in place of the stock one."""
+    from mlpo_hpc.engine.stage3 import OffloadStage3
+
+    init_distributed()
+    translation = _agree(lambda: _translate_call(given, mine))
+    bound_class = type(OffloadStage3.__name__, (OffloadStage3,), {"translation": translation})
+    with _replaced(stage3_module, CLASS_NAME, bound_class):
+        result = stock_initialize(*given.args, **given.kwargs)
+    if not isinstance(result[0].optimizer, OffloadStage3):
+        raise UnsupportedError(
+            f"DeepSpeed built {type(result[0].optimizer).__name__} instead of the offload engine: another library "
+            "replaces its ZeRO-3 optimizer too"
+        )
+    _map_checkpoints(result[0])
+    return result
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _trains(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call of `deepspeed.initialize` makes an optimizer."""
+    return arguments.get("optimizer") is not None or "optimizer" in _config_of(arguments)
 
 
 def _refuse_bypass(*_: Any, **__: Any) -> None:
@@ -102,15 +137,31 @@ def init_distributed() -> None:
     return_freed_memory()
     import deepspeed
 
-    if not deepspeed.comm.is_initialized():
+    accelerator = deepspeed.accelerator.get_accelerator()
+    started = deepspeed.comm.is_initialized()
+    if not started:
         launch.prepare()
-        accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() != "cpu":
+        _pick_device(accelerator)
+    if not started:
         backend = accelerator.communication_backend_name()
-        if accelerator.device_name() != "cpu":
-            # Before the first collective: all ranks would meet on device 0. One device may be all we see.
-            accelerator.set_device(int(os.environ["LOCAL_RANK"]) % accelerator.device_count())
         with _nothing_to_compile(deepspeed.ops):
             deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
+
+
+def _pick_device(accelerator: Any) -> None:
+    """Choose the device before the first collective: all ranks would meet on device 0.
+
+    A launcher may show each rank one device only (``--gpus-per-task``); DeepSpeed and torch take
+    LOCAL_RANK for its number, so it becomes 0 there.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if accelerator.device_count() == 1 and local_rank > 0:
+        for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):  # DeepSpeed wants these equal
+            if name in os.environ:
+                os.environ[name] = "0"
+        local_rank = 0
+    accelerator.set_device(local_rank)
 
 
 @contextmanager

@@ -14,11 +14,16 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMI
 
 from mlpo_hpc.errors import ConfigError, UnsupportedError
 from mlpo_hpc.storage.base import round_up
+from mlpo_hpc.storage.filesystem import describe
 from mlpo_hpc.storage.posix import RawFile
 
 if TYPE_CHECKING:
     from mlpo_hpc.engine.update import BoundState
     from mlpo_hpc.state.store import Store
+
+
+SUB_GROUP_SIZE = "sub_group_size"  # a key of ours beside DeepSpeed's
+PARTITION_GROUPS = "ds_zero_partition_groups"
 
 
 class NativeCheckpoint:
@@ -39,6 +44,7 @@ class NativeCheckpoint:
         try:
             state_dict: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
             state_dict[FP32_FLAT_GROUPS] = [master.detach() for master in masters]
+            state_dict[SUB_GROUP_SIZE] = self.sub_group_size  # type: ignore[attr-defined]
         finally:
             for master in masters:
                 self._state.forget(self.optimizer, master)
@@ -50,42 +56,48 @@ class NativeCheckpoint:
         num_subgroups = len(self._state.numels)
         if not pipeline.tiers:
             return [self._look(subgroup) for subgroup in range(num_subgroups)]
-        roomiest = max(self._store.places, key=lambda place: place.filesystem.free_bytes)
+        on_disk = [place for place in self._store.places if not place.filesystem.is_memory] or self._store.places
+        roomiest = max(on_disk, key=lambda place: describe(place.path).free_bytes)
         slot_bytes = round_up(max(self._state.nbytes(i) for i in range(num_subgroups)))
         file = RawFile(roomiest.path, slot_bytes, num_subgroups)
         try:
             for subgroup in range(num_subgroups):
-                file.write(subgroup, self._look(subgroup, held=True))
-                pipeline.put(subgroup, dirty=False)
+                record = pipeline.get(subgroup)
+                try:
+                    file.write(subgroup, record)
+                finally:
+                    pipeline.put(subgroup, dirty=False)
             mapped = memoryview(mmap.mmap(file.fd, 0))
         finally:
             file.close()
         return [mapped[i * slot_bytes : i * slot_bytes + self._state.nbytes(i)] for i in range(num_subgroups)]
 
-    def _look(self, subgroup: int, held: bool = False) -> memoryview:
+    def _look(self, subgroup: int) -> memoryview:
         record = self._store.pipeline.get(subgroup)
-        if not held:
-            self._store.pipeline.put(subgroup, dirty=False)
+        self._store.pipeline.put(subgroup, dirty=False)
         return record
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         self.loss_scaler = state_dict[LOSS_SCALER]
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
+        placement = state_dict.get(PARTITION_GROUPS)
+        if placement is not None and placement != self._zero3_partition_group_metadata():  # type: ignore[attr-defined]
+            raise ConfigError("the checkpoint was saved with another placement of experts; load it with the same one")
         weights = state_dict[FP32_FLAT_GROUPS]
-        self._check_sizes([int(saved.numel()) for saved in weights])
+        self._check_sizes([int(saved.numel()) for saved in weights], state_dict.get(SUB_GROUP_SIZE))
         states: dict[int, Any] = {}
         if load_optimizer_states:
             states = self._load_groups(state_dict[OPTIMIZER_STATE_DICT])
         for subgroup, saved in enumerate(weights):
             self._overwrite(subgroup, saved, states.get(subgroup) if load_optimizer_states else None)
 
-    def _check_sizes(self, saved: list[int]) -> None:
+    def _check_sizes(self, saved: list[int], size: int | None) -> None:
         if saved != self._state.numels:
             raise ConfigError(
                 f"the checkpoint was cut into {len(saved)} subgroups of up to {max(saved)} parameters a rank, this run "
                 f"into {len(self._state.numels)} of up to {max(self._state.numels)}. Set zero_optimization."
-                f"sub_group_size to what it was when the checkpoint was saved"
+                f"sub_group_size to {size or 'what it was when the checkpoint was saved'}"
             )
 
     def _load_groups(self, saved: dict[str, Any]) -> dict[int, Any]:
@@ -95,17 +107,19 @@ class NativeCheckpoint:
             order += [s for s in range(len(self._state.numels)) if self.sub_group_to_group_id[s] == index]  # type: ignore[attr-defined]
         for group, kept in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in kept.items() if key != "params"})
-        return {subgroup: saved["state"].get(packed) for packed, subgroup in enumerate(order)}
+        return {subgroup: saved["state"].get(packed, {}) for packed, subgroup in enumerate(order)}
 
     def _overwrite(self, subgroup: int, weights: torch.Tensor, state: dict[str, Any] | None) -> None:
         """Set master weights and state, and the 16-bit weights from them."""
         record = self._store.pipeline.get(subgroup)
-        self._state.restore(subgroup, record, weights, state)
         master = self.fp32_partitioned_groups_flat[subgroup]
-        self._state.bind(subgroup, record, self.optimizer, master)
-        self._reassign_or_swap_out_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
-        self._state.forget(self.optimizer, master)
-        self._store.pipeline.put(subgroup)
+        try:
+            self._state.restore(subgroup, record, weights, state)
+            self._state.bind(subgroup, record, self.optimizer, master)
+            self._reassign_or_swap_out_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
+        finally:
+            self._state.forget(self.optimizer, master)
+            self._store.pipeline.put(subgroup)
 
     def _restore_from_bit16_weights(self) -> None:
         for subgroup, weights in enumerate(self.fp16_partitioned_groups_flat):

@@ -33,6 +33,9 @@ from mlpo_hpc.state.table import Record
 from mlpo_hpc.telemetry.log import say
 from mlpo_hpc.telemetry.report import PhaseClock, StepReport
 
+STOCK_CLASS = DeepSpeedZeroOptimizer_Stage3
+"""DeepSpeed's own, whatever stands in its place later."""
+
 
 class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     """ZeRO-3 whose fp32 weights and optimizer state live on several tiers at once.
@@ -86,12 +89,20 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
 
     def _open_store(self, numels: list[int]) -> Store:
         records = [Record(self._label(i), self._state.nbytes(i)) for i in range(len(numels))]
-        gradient_bytes = sum(numels) * torch.empty(0, dtype=self.gradient_accumulation_dtype).element_size()
-        store = open_store(self._config, self._node, Needs(records, max(numels) * ITEM_BYTES, gradient_bytes))
+        needs = Needs(records, max(numels) * ITEM_BYTES, self._later_bytes(sum(numels)))
+        store = open_store(self._config, self._node, needs)
         weakref.finalize(self, store.close)  # also at interpreter exit
         self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))
         self._offsets = [sum(numels[:i]) for i in range(len(numels))]
         return store
+
+    def _later_bytes(self, numel: int) -> int:
+        """Host memory that DeepSpeed takes after us: the flat gradient, and what it makes of it."""
+        nbytes = numel * torch.empty(0, dtype=self.gradient_accumulation_dtype).element_size()
+        if self.offload_optimizer_pin_memory and get_accelerator().device_name() != "cpu":
+            nbytes += 1 << (nbytes - 1).bit_length()  # a pinned copy; torch rounds it up to a power of two
+        overflow_check = 3 * numel if self.dtype == torch.float16 else 0
+        return nbytes + overflow_check
 
     def _label(self, subgroup: int) -> str:
         names = [self.param_names.get(p, "?") for p in self.fp16_groups[subgroup]]
@@ -101,6 +112,9 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     def initialize_parameters(self, parameters: list[torch.Tensor], src_tensors: list[torch.Tensor]) -> None:
         """Make the first state of every subgroup, one at a time: never a full fp32 copy in memory."""
         assert len(parameters) == len(self._state.numels)
+        together(lambda: self._fill(src_tensors))
+
+    def _fill(self, src_tensors: list[torch.Tensor]) -> None:
         fill = list(reversed(self._next_order()))  # so that the first step finds its head in host memory
         pipeline = self._store.pipeline
         pipeline.plan(fill)
@@ -225,6 +239,8 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
 
     def _optimizer_states_and_gradient_swap_in(self, sub_group_id: int, timer_names: Any = None) -> None:
         """Bring a subgroup's state into host memory and make its 32-bit gradient."""
+        for left in list(self._bound):  # by a debug call that raised half way
+            self._give_back(left, dirty=True)
         record = self._store.pipeline.get(sub_group_id)
         master = self.fp32_partitioned_groups_flat[sub_group_id]
         self._bound[sub_group_id] = record
@@ -245,9 +261,12 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         if write_gradients:
             gradient = self.fp32_partitioned_groups_flat[sub_group_id].grad
             assert gradient is not None
+            before = self._slice(sub_group_id).clone()
             self._slice(sub_group_id).copy_(gradient)
+            changed = before != self._slice(sub_group_id)
             for param in self.fp16_groups[sub_group_id]:
-                if param.ds_id not in self._offload_boundary_param_ids and self._slice_of(param).any():
+                _, offset, numel = self.grad_position[self.get_param_id(param)]
+                if changed.narrow(0, offset, numel).any():
                     self._offload_boundary_param_ids.add(param.ds_id)
         self._give_back(sub_group_id, dirty=write_opt_state)
 

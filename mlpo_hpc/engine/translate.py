@@ -16,6 +16,7 @@ from mlpo_hpc.errors import ConfigError, UnsupportedError
 AUTO = "auto"  # trainers replace it before DeepSpeed sees it
 
 ADAM_TYPES = ("adam", "adamw")
+NO_MICS = (None, -1, 0, AUTO)
 
 # Keys of DeepSpeed's Adam sections that torch's AdamW does not know, with the only value that it has.
 DEEPSPEED_ADAM_KEYS: dict[str, tuple[Any, ...]] = {
@@ -83,10 +84,13 @@ def refuse_misfits(config: Mapping[str, Any]) -> None:
         "SuperOffload is another engine: remove offload_optimizer.super_offload": offload.get("super_offload"),
         "offload_optimizer.ratio below 1 keeps state on the GPU: remove it": offload.get("ratio", 1) not in (1, AUTO),
         "offload_param.device 'nvme' is not supported: use 'cpu'": param.get("device") == "nvme",
-        "MiCS is not supported: remove zero_optimization.mics_shard_size": int(zero.get("mics_shard_size") or -1) > 0,
+        "MiCS is not supported: remove zero_optimization.mics_shard_size": zero.get("mics_shard_size") not in NO_MICS,
         "Muon needs whole matrices: use AdamW or another torch optimizer": "muon" in kind,
         "torch_autocast is not supported: use bf16 or fp16": _section(config, "torch_autocast").get("enabled"),
         "16-bit master weights and states are not supported: remove that key": any(map(_keeps_bit16_masters, bit16)),
+        "DeepCompile writes gradients by itself: disable compile.deepcompile": _section(config, "compile").get(
+            "deepcompile"
+        ),
         "the hybrid engine is not supported: disable hybrid_engine": _section(config, "hybrid_engine").get("enabled"),
     }
     texts = [text for text, misfit in misfits.items() if misfit]
@@ -108,6 +112,7 @@ def _offload_optimizer(zero: dict[str, Any], offload: OffloadConfig) -> OffloadC
     section = dict(_section(zero, "offload_optimizer"))
     if section.get("device") == "nvme" and offload.tiers is None:
         offload = offload.model_copy(update={"tiers": [_nvme_tier(section)]})
+    zero.pop("cpu_offload", None)  # the old spelling of what is said here
     keep = {key: section[key] for key in ("pin_memory",) if key in section}
     zero["offload_optimizer"] = {"device": "cpu", **keep}
     return offload
@@ -142,6 +147,8 @@ def _optimizer_section(config: dict[str, Any]) -> None:
     for key, allowed in DEEPSPEED_ADAM_KEYS.items():
         if key in params and params.pop(key) not in allowed:
             raise UnsupportedError(f"optimizer.params.{key} can only be {allowed[0]} with torch's AdamW")
+    if not params.get("torch_adam"):
+        params.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
     params["torch_adam"] = True
     params["adam_w_mode"] = adam_w
     if not params.get("foreach"):

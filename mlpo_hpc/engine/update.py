@@ -43,8 +43,9 @@ def probe_optimizer(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
         If the optimizer cannot step on a parameter it was not made with, or keeps state that is
         neither shaped like the parameter nor small.
     """
-    parameter = torch.zeros(PROBE_NUMEL, requires_grad=True)
-    parameter.grad = torch.zeros(PROBE_NUMEL)
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    parameter = torch.zeros(PROBE_NUMEL, requires_grad=True, **kind)
+    parameter.grad = torch.zeros(PROBE_NUMEL, **kind)
     double = _double(optimizer, {**group, "params": [parameter]})
     try:
         double.step()
@@ -159,12 +160,9 @@ class BoundState:
                 slot.copy_(state[key].reshape(-1))
             else:
                 slot.zero_()
-        # Each subgroup its own copy: the optimizer counts steps in place, and a checkpoint may hold
-        # one step tensor for all.
-        rest_of_state = {key: value for key, value in state.items() if key not in self.specs[subgroup].vectors}
-        self._scalars[subgroup] = {k: v.clone() if torch.is_tensor(v) else v for k, v in rest_of_state.items()} or (
-            _initial_scalars(self.specs[subgroup])
-        )
+        spec = self.specs[subgroup]
+        saved = {key: _like(spec.scalars.get(key), value) for key, value in state.items() if key not in spec.vectors}
+        self._scalars[subgroup] = saved or _initial_scalars(spec)
 
     def scalars(self, subgroup: int) -> dict[str, Any] | None:
         """State that is not a vector; None before the first step of an optimizer that makes it lazily."""
@@ -177,6 +175,19 @@ class BoundState:
             *spec.vectors,
             *(key for key in self._scalars[subgroup] or {} if key not in spec.scalars),
         ]
+
+
+def _like(example: Any, value: Any) -> Any:
+    """A saved scalar in the form that this optimizer keeps.
+
+    Each subgroup gets its own copy: step counts grow in place, and a checkpoint may hold one tensor
+    for all. DeepSpeed's CPU Adam saves plain integers, torch's AdamW keeps tensors.
+    """
+    if torch.is_tensor(example):
+        return torch.as_tensor(value, dtype=example.dtype).clone()
+    if torch.is_tensor(value):
+        return value.clone() if example is None else value.item()
+    return value
 
 
 def _empty(master: torch.Tensor) -> None:

@@ -12,6 +12,9 @@ class Buffer:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A forked data loader would keep the old pages while we rewrite ours, and open(2) forbids
+        # O_DIRECT on private memory beside a fork.
+        self._map.madvise(mmap.MADV_DONTFORK)
 
     def view(self, nbytes: int) -> memoryview:
         """The first bytes. Memory is unmapped when the buffer and its last view are gone."""

@@ -338,7 +338,10 @@ class Pipeline:
             resident.written[index] = Chunk(tier, slot, nbytes, checksum)
             resident.pending -= 1
             if not resident.pending:
-                self._commit(subgroup, resident)
+                try:
+                    self._commit(subgroup, resident)
+                except Exception as failure:  # no memory for the next read, say: the main thread must hear of it
+                    self._note(failure)
 
     def _commit(self, subgroup: int, resident: Resident) -> None:
         """The new copy is complete: point the table at it, free the old slots and the buffer."""

@@ -19,12 +19,16 @@ from mlpo_hpc.state.pipeline import Pipeline
 from mlpo_hpc.state.table import Record, Table
 from mlpo_hpc.state.tiers import lock_directories, open_tier, rooms_bytes, tier_weights
 from mlpo_hpc.storage.base import round_up
-from mlpo_hpc.storage.place import Place, find_places, remove_default_tiers
+from mlpo_hpc.storage.place import Place, find_places
 from mlpo_hpc.storage.tier import StorageTier
 from mlpo_hpc.telemetry.log import say
 
 WORKING_RECORDS = 3
 """Buffers that an order needs whose first subgroups are not in host memory: read, update, write."""
+
+
+_promised: dict[int, int] = {}
+"""Bytes that each open pool of this process may take."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,10 @@ class Store:
 def share_bytes(config: OffloadConfig, node: Node, later_bytes: int) -> int:
     """Collective over the training world. A rank's part of ``host_memory``.
 
-    ``auto`` is 80 % of what the node has left, once every rank of it has allocated `later_bytes` more.
+    ``auto`` is 80 % of what the node has left, once every rank of it has allocated `later_bytes` more
+    and the other engines of this process have filled their pools.
     """
-    left = gather((node.host, later_bytes, available_bytes()))
+    left = gather((node.host, later_bytes + sum(_promised.values()), available_bytes()))
     if config.host_memory != "auto":
         return int(config.host_memory) // node.node_size
     mine = [(later, free) for host, later, free in left if host == node.host]
@@ -109,12 +114,10 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
         The same on all ranks, and nothing is left behind.
     """
     with ExitStack() as resources:
-        if config.tiers is None:
-            resources.callback(remove_default_tiers)
         places = together(lambda: find_places(config))
+        lock_directories(places, node, resources)
         share = share_bytes(config, node, needs.later_bytes)
         together(lambda: _check_budget(needs, share, node, have_tiers=bool(places)))
-        lock_directories(places, node, resources)
         layout, weights = _plan(config, node, needs, share, places)
         tiers: list[StorageTier] = []
         resources.callback(lambda: _close_all(tiers))
@@ -182,6 +185,8 @@ def _assemble(
     resources: ExitStack,
 ) -> Store:
     pool = Pool(share)
+    _promised[id(pool)] = share
+    resources.callback(lambda: _promised.pop(id(pool)))
     scratch = pool.acquire(round_up(needs.scratch_bytes))
     assert scratch is not None, "the budget was checked"
     # `alternate` begins with what the last step kept; `sequential` needs buffers beside what is kept.

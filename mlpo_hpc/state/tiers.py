@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -27,7 +28,7 @@ def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) 
     StorageError
         If another job uses one of them.
     """
-    mine = [("" if place.shared else node.host, place.directory_key) for place in places]
+    mine = together(lambda: [_directory_key(place, node) for place in places])
     everyone = gather(mine)
     taken = {key for rank, keys in enumerate(everyone) if rank < node.world_rank for key in keys}
 
@@ -37,11 +38,20 @@ def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) 
                 continue
             taken.add(key)
             try:
-                resources.callback(DirectoryLock(place.path).close)
+                resources.callback(DirectoryLock(place.path, remove=place.ours).close)
             except OSError as error:
                 raise storage_error("locking the tier directory", place.path, error) from error
 
     together(lock)
+
+
+def _directory_key(place: Place, node: Node) -> tuple[object, ...]:
+    try:
+        if place.ours:
+            os.makedirs(place.path, mode=0o700, exist_ok=True)
+        return place.directory_key(node.host)
+    except OSError as error:
+        raise storage_error("making the tier directory", place.path, error) from error
 
 
 def tier_weights(config: OffloadConfig, places: Sequence[Place], node: Node) -> list[float]:

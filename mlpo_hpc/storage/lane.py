@@ -73,9 +73,11 @@ class Lane:
         self._cancelled.set()
         for _ in self._threads:
             self._jobs.put(None)
-        for thread in self._threads:
+        # The garbage collector may close an engine from one of its own I/O threads.
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
             thread.join(JOIN_S)
-        return not any(thread.is_alive() for thread in self._threads)
+        return len(others) == len(self._threads) and not any(thread.is_alive() for thread in others)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -86,7 +88,11 @@ class Lane:
                 checksum = self._move(job)
             except BaseException as failure:  # handed to the pipeline, which raises it in the main thread
                 error = failure
-            job.done(checksum, error)
+            # While this thread waits for its next job it must not keep the last one's memory.
+            done = job.done
+            del job
+            done(checksum, error)
+            del done
 
     def _move(self, job: Job) -> int | None:
         raise NotImplementedError

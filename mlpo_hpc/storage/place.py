@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlpo_hpc.config import OffloadConfig, Tier, auto_dir, expand
+from mlpo_hpc.config import OffloadConfig, Tier, expand
 from mlpo_hpc.errors import ConfigError, StorageError, here, storage_error
 from mlpo_hpc.storage.filesystem import FileSystem, describe
 from mlpo_hpc.telemetry.log import say, warn
@@ -19,6 +19,22 @@ PROPOSED_TIERS = """"mlp_offload": {"tiers": [
       {"name": "pfs", "dir": "${SCRATCH}/mlpo", "kind": "shared"}]}"""
 
 
+# Where storage is usually found when `dir` is "auto", first fit wins.
+NODE_LOCAL_CANDIDATES = (
+    "${SLURM_TMPDIR}",
+    "${LOCALSCRATCH}",
+    "${LOCAL_SCRATCH}",
+    "${LOCAL_TMPDIR}",
+    "/mnt/bb/${USER}",
+    "/local/scratch",
+    "/raid/scratch",
+    "${TMPDIR}",
+    "/tmp",
+    "/var/tmp",
+)
+SHARED_CANDIDATES = ("${SCRATCH}", "${PSCRATCH}", "${WORK}")
+
+
 @dataclass(frozen=True)
 class Place:
     """A tier's directory on this host, looked at."""
@@ -27,16 +43,19 @@ class Place:
     path: str
     filesystem: FileSystem
     shared: bool
+    ours: bool
+    """A directory of our own in somebody else's: made when it is locked, removed after use."""
 
     @property
     def device_key(self) -> tuple[str, object]:
         """Equal for two ranks that fill the same file system."""
         return (self.filesystem.mount_point, "shared" if self.shared else self.filesystem.device)
 
-    @property
-    def directory_key(self) -> tuple[str, int]:
-        """Equal for two ranks of one host that use the same directory."""
-        return (self.path if self.shared else "", os.stat(self.path).st_ino)
+    def directory_key(self, host: str) -> tuple[object, ...]:
+        """Equal for two ranks that use the same directory."""
+        if self.shared:
+            return (self.path,)
+        return (host, self.filesystem.device, os.stat(self.path).st_ino)
 
 
 def find_places(config: OffloadConfig) -> list[Place]:
@@ -50,7 +69,7 @@ def find_places(config: OffloadConfig) -> list[Place]:
     places, faults = [], []
     for tier in config.tiers if config.tiers is not None else default_tiers():
         try:
-            places.append(_find(tier))
+            places.append(_find(tier, is_default=config.tiers is None))
         except (ConfigError, StorageError) as error:
             faults.append(f"tier {tier.name!r}: {error}")
     if faults:
@@ -67,10 +86,23 @@ def _warn_of_shared_devices(places: Sequence[Place]) -> None:
             warn("tiers %s and %s are on one device (%s): they share its bandwidth", first, place.tier.name, place.path)
 
 
-def _find(tier: Tier) -> Place:
-    path = auto_dir(tier.kind) if tier.dir == "auto" else expand(tier.dir)
+def _find(tier: Tier, is_default: bool) -> Place:
+    ours = is_default or tier.dir == "auto"
+    path = auto_base(tier.kind) if tier.dir == "auto" else expand(tier.dir)
+    filesystem = _look(path)
+    if filesystem.is_memory and not tier.allow_memory:
+        raise ConfigError(
+            f"{here(path)} is {filesystem.type}: its files are host memory, which the budget already counts. "
+            "Point 'dir' to a disk, or set 'allow_memory': true if you mean it"
+        )
+    shared = filesystem.is_shared if tier.kind is None else tier.kind == "shared"
+    real = own_directory(filesystem.path, tier.name) if ours else filesystem.path
     if tier.dir == "auto":
-        say("tier %s: directory %s", tier.name, path)
+        say("tier %s: directory %s", tier.name, real)
+    return Place(tier, real, filesystem, shared, ours)
+
+
+def _look(path: str) -> FileSystem:
     try:
         filesystem = describe(path)
         usable = os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
@@ -78,17 +110,33 @@ def _find(tier: Tier) -> Place:
         raise storage_error("looking at the tier directory", path, error) from error
     if not usable:
         raise ConfigError(f"{here(path)} is not a directory that this user may write; correct 'dir' or its permissions")
-    if filesystem.is_memory and not tier.allow_memory:
-        raise ConfigError(
-            f"{here(path)} is {filesystem.type}: its files are host memory, which the budget already counts. "
-            "Point 'dir' to a disk, or set 'allow_memory': true if you mean it"
-        )
-    shared = filesystem.is_shared if tier.kind is None else tier.kind == "shared"
-    return Place(tier, filesystem.path, filesystem, shared)
+    return filesystem
+
+
+def own_directory(base: str, name: str) -> str:
+    """Our directory for a tier in a place that others use too."""
+    return os.path.join(base, f"mlpo_hpc-{os.getuid()}", name)
+
+
+def auto_base(kind: str | None) -> str:
+    """First usual place for a tier of this kind that exists, is writable and is no memory.
+
+    Raises
+    ------
+    ConfigError
+        If none fits.
+    """
+    candidates = SHARED_CANDIDATES if kind == "shared" else NODE_LOCAL_CANDIDATES
+    for path in map(os.path.expandvars, candidates):
+        if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK) and not describe(path).is_memory:
+            return path
+    raise ConfigError(
+        f"no usual place for a {kind or 'node_local'} tier fits here; give its 'dir' (tried {candidates})"
+    )
 
 
 def default_tiers() -> list[Tier]:
-    """Two directories of the temporary directory: the embedded default outside batch jobs.
+    """Two directories in the temporary directory: the embedded default outside batch jobs.
 
     Raises
     ------
@@ -101,31 +149,8 @@ def default_tiers() -> list[Tier]:
             f"this is a batch job ({variables[0]} is set) and no tiers are configured. Say which storage to use, "
             f"for example\n    {PROPOSED_TIERS}"
         )
-    root = default_root()
-    tiers = []
-    for name in ("nvme", "pfs"):
-        path = os.path.join(root, name)
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        tiers.append(Tier(name=name, dir=path, kind="node_local"))
-    say("no tiers configured: using two directories in %s (one device; give 'tiers' to use more)", root)
-    return tiers
-
-
-def default_root() -> str:
-    """Directory of the default tiers: in the temporary directory, or /var/tmp where that is memory."""
     base = tempfile.gettempdir()
     if describe(base).is_memory and os.path.isdir("/var/tmp"):
         base = "/var/tmp"
-    return os.path.join(base, f"mlpo_hpc-{os.getuid()}")
-
-
-def remove_default_tiers() -> None:
-    """Remove the directories of the default tiers where they are empty."""
-    root = default_root()
-    for path in (os.path.join(root, "nvme"), os.path.join(root, "pfs"), root):
-        try:
-            os.rmdir(path)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return  # another rank or job still has files there, it removes them later
+    say("no tiers configured: using two directories in %s (one device; give 'tiers' to use more)", base)
+    return [Tier(name=name, dir=base, kind="node_local") for name in ("nvme", "pfs")]

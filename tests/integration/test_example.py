@@ -146,6 +146,17 @@ except Exception as error:
 with mlpo_hpc.offload(sys.argv[2]):  # the same, as a file, through args as scripts of today pass it
     args = argparse.Namespace(deepspeed_config=sys.argv[2], local_rank=0)
     engine = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())[0]
+    reference = deepspeed.initialize(model=torch.nn.Linear(8, 8), config={"train_batch_size": 1})[0]
+    print("REFERENCE", reference.optimizer)
+    nested = mlpo_hpc.initialize(
+        model=(small := torch.nn.Linear(4, 4)), model_parameters=small.parameters(), config=config
+    )[0]
+    print("NESTED", isinstance(nested.optimizer, OffloadStage3))
+    nested.destroy()
+    try:
+        imported_by_name(model=other, optimizer=torch.optim.AdamW(other.parameters()), config=plain)
+    except Exception as error:
+        print("STILL REFUSED", error)
 assert isinstance(engine.optimizer, OffloadStage3)
 assert deepspeed.initialize is stock
 loss = engine(torch.randn(1, 8)).sum()
@@ -172,7 +183,10 @@ def test_offload_is_strict_and_leaves_deepspeed_as_it_was(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "EMPTY nothing was initialised" in done.stdout
     assert "OWN ERROR PASSES" in done.stdout
-    assert "BYPASS" in done.stdout
+    assert "BYPASS call deepspeed.initialize through the module" in done.stdout
+    assert "STILL REFUSED call deepspeed.initialize through the module" in done.stdout
+    assert "REFERENCE None" in done.stdout, "what does not train is stock's"
+    assert "NESTED True" in done.stdout
     assert "STEPS 1" in done.stdout
     assert "FORWARD True" in done.stdout
 

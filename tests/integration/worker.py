@@ -154,6 +154,10 @@ def debug_api(args: Args) -> Args:
         safe_set_full_optimizer_state(param, wanted * 2, "exp_avg")
     exact = [torch.equal(safe_get_full_fp32_param(p), wanted) for p in (first, last)]
     exact += [torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), wanted * 2) for p in (first, last)]
+    try:
+        safe_get_full_optimizer_state(first, "no such key")
+    except KeyError:
+        refused = True
     x = torch.randn(2, HIDDEN).bfloat16()
     engine.backward((engine(x).float() ** 2).mean())
     gradient = safe_get_full_grad(first)
@@ -161,7 +165,7 @@ def debug_api(args: Args) -> Args:
     followed = safe_get_full_optimizer_state(first, "exp_avg")
     near = torch.allclose(followed, 0.9 * 0.5 + 0.1 * gradient, rtol=1e-5)  # the step went on from what was set
     engine.destroy()
-    return {"kept": kept, "exact": exact, "near": near, "gradient": bool(gradient.abs().sum() > 0)}
+    return {"kept": kept, "exact": exact, "near": near, "refused": refused, "gradient": bool(gradient.abs().sum() > 0)}
 
 
 def resume(args: Args) -> Args:

@@ -44,6 +44,19 @@ from mlpo_hpc.cluster.memory import _cgroup_headrooms
             "srun",
             ("2", "4", "0", "2"),
         ),
+        (
+            # srun --mpi=pmi2
+            {
+                "PMI_RANK": "3",
+                "PMI_SIZE": "4",
+                "SLURM_PROCID": "3",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_LOCALID": "1",
+                "SLURM_TASKS_PER_NODE": "2(x2)",
+            },
+            "srun",
+            ("3", "4", "1", "2"),
+        ),
     ],
 )
 def test_ranks_are_told_by_each_launcher(environ, name, expected):

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from mlpo_hpc import config as configuration
-from mlpo_hpc.config import OffloadConfig, auto_dir, expand, load
+from mlpo_hpc.config import OffloadConfig, expand, load
 from mlpo_hpc.engine.translate import translate
 from mlpo_hpc.errors import ConfigError, UnsupportedError
 
@@ -95,16 +94,6 @@ def test_variables_are_expanded_and_an_unset_one_is_named(monkeypatch):
         expand("${NOT_SET_ANYWHERE}/x")
 
 
-def test_auto_takes_the_first_usual_place(monkeypatch, tmp_path):
-    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "missing"))
-    monkeypatch.setenv("LOCALSCRATCH", str(tmp_path))
-    assert auto_dir("node_local") == str(tmp_path)
-    for name in configuration.SHARED_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="'dir'"):
-        auto_dir("shared")
-
-
 def test_a_deepspeed_configuration_of_today_becomes_a_tier(tmp_path):
     today = json.loads(json.dumps(TODAY))
     today["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "made")
@@ -140,8 +129,19 @@ def test_offload_is_added_where_it_is_absent_and_the_section_taken_out(zero):
 def test_adam_sections_build_torch_s_fused_adamw_with_deepspeed_s_meaning(kind, params, adam_w):
     found = translate({"zero_optimization": {"stage": 3}, "optimizer": {"type": kind, "params": {"lr": 1, **params}}})
     assert found.ds_config["optimizer"]["params"] == {
-        "lr": 1, "torch_adam": True, "fused": True, "adam_w_mode": adam_w,
+        "lr": 1, "torch_adam": True, "fused": True, "adam_w_mode": adam_w, "weight_decay": 0.0,
     }  # fmt: skip
+
+
+def test_torch_s_default_decay_stays_where_torch_s_adam_was_asked_for():
+    params = {"lr": 1, "torch_adam": True}
+    found = translate({"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": params}})
+    assert "weight_decay" not in found.ds_config["optimizer"]["params"]
+
+
+def test_the_old_spelling_of_offload_is_taken():
+    found = translate({"zero_optimization": {"stage": 3, "cpu_offload": True}})
+    assert "cpu_offload" not in found.ds_config["zero_optimization"]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,7 @@ def test_adam_sections_build_torch_s_fused_adamw_with_deepspeed_s_meaning(kind, 
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"super_offload": True}}}, "SuperOffload"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}, "MiCS"),
+        ({"compile": {"deepcompile": True}}, "DeepCompile"),
         ({"optimizer": {"type": "Muon", "params": {}}}, "Muon"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "master weights"),

@@ -15,7 +15,7 @@ from mlpo_hpc.errors import ConfigError, StorageError
 from mlpo_hpc.storage import filesystem, place
 from mlpo_hpc.storage.filesystem import describe
 from mlpo_hpc.storage.lock import DirectoryLock
-from mlpo_hpc.storage.place import default_root, find_places, remove_default_tiers
+from mlpo_hpc.storage.place import find_places
 from mlpo_hpc.storage.probe import quick_bandwidth
 
 
@@ -67,17 +67,33 @@ def test_default_tiers_come_and_go(monkeypatch, tmp_path):
     monkeypatch.setattr(place.tempfile, "tempdir", str(tmp_path))
     places = find_places(load({}))
     assert [p.tier.name for p in places] == ["nvme", "pfs"]
-    assert all(Path(p.path).is_relative_to(tmp_path) for p in places)
-    assert default_root().startswith(str(tmp_path))
-    remove_default_tiers()
-    remove_default_tiers()
-    assert not Path(default_root()).exists()
+    assert all(p.ours and Path(p.path).is_relative_to(tmp_path) for p in places)
+    assert list(tmp_path.glob("mlpo*")) == [], "made when they are locked"
+    for p in places:
+        os.makedirs(p.path)
+    locks = [DirectoryLock(p.path, remove=p.ours) for p in [*places, places[0]]]
+    for lock, left in zip(locks, [2, 1, 0], strict=True):
+        lock.close()
+        assert len(list(tmp_path.glob("mlpo*/*"))) == left
+    assert list(tmp_path.glob("mlpo*")) == []
 
 
-def test_default_tiers_avoid_memory(monkeypatch, tmp_path):
+def test_default_tiers_avoid_memory(monkeypatch):
     monkeypatch.setattr(place.tempfile, "tempdir", "/dev/shm")
     if describe("/dev/shm").is_memory:
-        assert default_root().startswith("/var/tmp")
+        assert find_places(load({}))[0].path.startswith("/var/tmp")
+
+
+def test_auto_takes_the_first_usual_place_that_is_no_memory(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "missing"))
+    monkeypatch.setenv("LOCALSCRATCH", "/dev/shm")
+    monkeypatch.setenv("LOCAL_SCRATCH", str(tmp_path))
+    found = find_places(load({"mlp_offload": {"tiers": [{"name": "nvme", "dir": "auto"}]}}))
+    assert found[0].path == place.own_directory(str(tmp_path), "nvme"), "not a directory that others lock too"
+    for name in ("SCRATCH", "PSCRATCH", "WORK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="'dir'"):
+        place.auto_base("shared")
 
 
 def locked_by_us(path):
