@@ -71,7 +71,14 @@ def test_kill_9_leaves_nothing(tmp_path, dirs):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_debug_api_reads_and_sets_through_the_cache(num_ranks, tmp_path, dirs):
     for found in run("debug_api", num_ranks, tmp_path, dirs=dirs):
-        assert found == {"kept": True, "exact": [True] * 4, "near": True, "refused": True, "gradient": True}
+        assert found == {
+            "alone": True,
+            "kept": True,
+            "exact": [True] * 4,
+            "near": True,
+            "refused": True,
+            "gradient": True,
+        }
 
 
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(1, "bf16"), (2, "bf16"), (2, "fp16")])

@@ -22,6 +22,7 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
 
@@ -164,8 +165,24 @@ def debug_api(args: Args) -> Args:
     engine.step()
     followed = safe_get_full_optimizer_state(first, "exp_avg")
     near = torch.allclose(followed, 0.9 * 0.5 + 0.1 * gradient, rtol=1e-5)  # the step went on from what was set
+    # A gradient set by hand does not bring back the old one of a neighbour that this window does not use.
+    bias, neighbour = params[1], params[2]
+    before = safe_get_full_optimizer_state(neighbour, "exp_avg")
+    engine.module.forward = lambda y: engine.module[0](y)
+    engine.backward((engine(x).float() ** 2).mean())
+    safe_set_full_grad(bias, torch.ones(bias.ds_shape))
+    engine.step()
+    after = safe_get_full_optimizer_state(neighbour, "exp_avg")
+    alone = torch.allclose(after, 0.9 * before, rtol=1e-5) and bool(before.any())
     engine.destroy()
-    return {"kept": kept, "exact": exact, "near": near, "refused": refused, "gradient": bool(gradient.abs().sum() > 0)}
+    return {
+        "alone": alone,
+        "kept": kept,
+        "exact": exact,
+        "near": near,
+        "refused": refused,
+        "gradient": bool(gradient.abs().sum() > 0),
+    }
 
 
 def resume(args: Args) -> Args:

@@ -150,3 +150,45 @@ def test_updates_through_a_record_are_those_of_the_optimizer_itself(kind, kwargs
     for key, vector in zip(bound.specs[0].vectors, bound.vectors(0, record)[1:], strict=True):
         assert torch.equal(vector, reference.state[plain][key])
     assert master not in optimizer.state
+
+
+def test_state_saved_by_deepspeed_s_cpu_adam_goes_on_with_torch_s():
+    """It counts steps in plain integers, torch in tensors."""
+    torch.manual_seed(0)
+    plain = torch.nn.Parameter(torch.randn(50))
+    reference = torch.optim.AdamW([plain], fused=True)
+    for _ in range(3):
+        plain.grad = torch.randn(50)
+        reference.step()
+    saved = {key: value.clone() for key, value in reference.state[plain].items()} | {"step": 3}
+    optimizer = make(torch.optim.AdamW, fused=True)
+    group = optimizer.param_groups[0]
+    bound = BoundState([probe_optimizer(optimizer, group)], [50])
+    record, master = memoryview(bytearray(bound.nbytes(0))), torch.nn.Parameter(torch.empty(0))
+    bound.restore(0, record, plain.detach(), saved)
+    bound.bind(0, record, optimizer, master)
+    plain.grad = torch.randn(50)
+    master.grad = plain.grad.clone()
+    group["params"] = [master]
+    optimizer.step()
+    reference.step()
+    assert torch.equal(master.detach(), plain.detach())
+
+
+def test_a_checkpoint_without_state_takes_the_old_state_away():
+    optimizer = make(torch.optim.SGD, lr=0.1, momentum=0.9)
+    bound = BoundState([probe_optimizer(optimizer, optimizer.param_groups[0])], [5])
+    record = memoryview(bytearray(bound.nbytes(0)))
+    bound.restore(0, record, torch.ones(5), {"momentum_buffer": torch.full((5,), 7.0)})
+    bound.restore(0, record, torch.zeros(5), {})
+    assert not bound.vectors(0, record)[1].any()
+    assert bound.scalars(0) is None
+
+
+def test_the_probe_does_not_depend_on_the_default_type():
+    optimizer = make(torch.optim.AdamW)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert probe_optimizer(optimizer, optimizer.param_groups[0]).vectors == ("exp_avg", "exp_avg_sq")
+    finally:
+        torch.set_default_dtype(torch.float32)

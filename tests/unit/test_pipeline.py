@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlpo_hpc.errors import CorruptState, MlpoError, StorageError, StorageTimeout, TierFull
+from mlpo_hpc.state import cache
 from mlpo_hpc.state.cache import Pool, keep_suffix, step_order
 from mlpo_hpc.state.layout import lay_out, least_host_bytes
 from mlpo_hpc.state.pipeline import Phase, Pipeline
@@ -253,3 +257,44 @@ def test_residents_end_in_host_memory_or_nowhere():
 def test_tiers_without_room_are_refused_at_layout():
     with pytest.raises(TierFull, match="room"):
         lay_out([10 * BLOCK], BLOCK, [1.0, 1.0], [5 * BLOCK, 5 * BLOCK])
+
+
+def test_memory_really_goes_back_although_sizes_differ(monkeypatch):
+    """The budget counts what is mapped: an idle I/O thread must not keep its last buffer."""
+    live = weakref.WeakSet()
+
+    class Counted(mmap.mmap):
+        def __new__(cls, *args, **kwargs):
+            made = super().__new__(cls, *args, **kwargs)
+            live.add(made)
+            return made
+
+    monkeypatch.setattr(cache.mmap, "mmap", Counted)
+    sizes = [n * BLOCK for n in (1, 9, 2, 8, 3, 7, 4, 6, 5)]
+    pipeline = make(sizes, num_tiers=1, budget=20 * BLOCK, chunk=32 * BLOCK)
+    fill(pipeline, list(range(9)))
+    for number in range(4):
+        step(pipeline, step_order(9, "alternate", number % 2 == 1))
+    pipeline.flush()
+    deadline = time.monotonic() + 5  # the thread that reported last may still be on its way to the queue
+    while sum(map(len, live)) > 20 * BLOCK and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sum(map(len, live)) <= 20 * BLOCK
+    pipeline.close()
+
+
+def test_memory_that_cannot_be_had_in_an_io_thread_is_heard_in_the_main_thread(monkeypatch):
+    pipeline = make([BLOCK, 2 * BLOCK, 3 * BLOCK] * 4, budget=6 * BLOCK, delay_s=0.002)
+    fill(pipeline, list(range(12)))
+
+    def refuse(nbytes):
+        if threading.current_thread() is threading.main_thread():
+            return allocate(nbytes)
+        raise MemoryError("no more memory")
+
+    allocate = cache.Buffer
+    monkeypatch.setattr(cache, "Buffer", refuse)
+    with pytest.raises(MemoryError, match="no more"):
+        for number in range(4):
+            step(pipeline, step_order(12, "alternate", number % 2 == 1))
+    pipeline.close()
