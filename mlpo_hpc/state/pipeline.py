@@ -12,22 +12,20 @@ A subgroup is either on the tiers only, or *resident* in a buffer of the pool:
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from mlpo_hpc.errors import MlpoError, StorageTimeout, here
+from mlpo_hpc.errors import MlpoError, here
 from mlpo_hpc.state.cache import Buffer, Pool, keep_suffix
 from mlpo_hpc.state.placement import choose
 from mlpo_hpc.state.table import Chunk, Table
+from mlpo_hpc.state.watch import Watch
 from mlpo_hpc.storage.lane import Job
 from mlpo_hpc.storage.tier import StorageTier
-from mlpo_hpc.telemetry.log import logger
-
-REPORT_S = 60.0
 
 
 class Phase(Enum):
@@ -103,19 +101,15 @@ class Pipeline:
         self.counts = Counts()
         self._weights = weights
         self._prefetch = len(table) if prefetch is None else prefetch
-        self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        self._watch = Watch(timeout_s, self._queues)
         self._residents: dict[int, Resident] = {}
         self._unplaced: deque[tuple[int, int]] = deque()
         self._keep_bytes = pool.budget_bytes - pool.allocated_bytes - reserve_bytes
-        self._failure: BaseException | None = None
-        self._progress = 0
-        self._closed = False
         self.plan(list(range(len(table))))
 
     def plan(self, order: Sequence[int], following: Sequence[int] | None = None) -> None:
         """Set the order in which subgroups come, and the one after it (by default the reverse)."""
-        with self._changed:
+        with self._watch:
             self._order = list(order)
             self._places = {subgroup: place for place, subgroup in enumerate(order)}
             then = list(reversed(self._order)) if following is None else following
@@ -128,15 +122,15 @@ class Pipeline:
 
     def begin(self, order: Sequence[int], following: Sequence[int] | None = None) -> None:
         """Begin a step that will ask for each subgroup once, in this order; prefetch starts."""
-        with self._changed:
-            self._raise_failure()
+        with self._watch:
+            self._watch.raise_failure()
             self.plan(order, following)
             self._next_read = 0
             self._read_ahead()
 
     def create(self, subgroup: int) -> memoryview:
         """Memory for a subgroup that has no state yet; hand it back with `put`."""
-        with self._changed:
+        with self._watch:
             while (buffer := self._find_memory(subgroup)) is None:
                 self._make_room(subgroup)
             self._position += 1
@@ -151,7 +145,7 @@ class Pipeline:
         StorageError
             What went wrong on a tier, now or earlier.
         """
-        with self._changed:
+        with self._watch:
             resident = self._wait_for(subgroup)
             self.counts.misses += resident.was_read
             self.counts.hits += not resident.was_read
@@ -164,35 +158,42 @@ class Pipeline:
 
     def put(self, subgroup: int, dirty: bool = True) -> None:
         """Hand a subgroup back: it stays in host memory if it is to be kept, else it is written."""
-        with self._changed:
-            self._raise_failure()
+        with self._watch:
+            self._watch.raise_failure()
             resident = self._residents[subgroup]
             resident.dirty |= dirty
             resident.phase = Phase.HOST
             if resident.dirty and subgroup not in self._keep and self.tiers:
                 self._write(subgroup)
-            self._changed.notify_all()
+            self._watch.notify()
 
     def check(self) -> None:
         """Raise what went wrong on a tier, if anything did."""
-        with self._changed:
-            self._raise_failure()
+        with self._watch:
+            self._watch.raise_failure()
 
     def flush(self) -> None:
         """Wait until no write is in flight. What the cache keeps stays unwritten."""
-        with self._changed:
+        with self._watch:
             while any(resident.phase is Phase.WRITING for resident in self._residents.values()):
-                self._wait("writes to end")
+                self._watch.wait("writes to end")
 
     def close(self) -> None:
-        """End the I/O threads and free files and memory. Idempotent; never raises for a failed tier."""
-        with self._changed:
-            if self._closed:
+        """End the I/O threads and free files and memory, of all tiers even if one fails to. Idempotent.
+
+        Raises
+        ------
+        StorageError
+            If a file could not be closed.
+        """
+        with self._watch:
+            if self._watch.closed:
                 return
-            self._closed = True
-        for tier in self.tiers:
-            tier.close()
-        self._residents.clear()
+            self._watch.closed = True
+        with ExitStack() as endings:
+            endings.callback(self._residents.clear)
+            for tier in self.tiers:
+                endings.callback(tier.close)
 
     # ---- reading ahead --------------------------------------------------------------------
 
@@ -240,7 +241,7 @@ class Pipeline:
             else:
                 self._drop(victim)
                 return
-        self._wait(f"memory for {self.table[subgroup].label}")
+        self._watch.wait(f"memory for {self.table[subgroup].label}")
 
     def _idle(self, dirty: bool) -> list[int]:
         return [s for s, r in self._residents.items() if r.phase is Phase.HOST and r.dirty is dirty]
@@ -252,7 +253,7 @@ class Pipeline:
 
     def _wait_for(self, subgroup: int) -> Resident:
         while True:
-            self._raise_failure()
+            self._watch.raise_failure()
             resident = self._residents.get(subgroup)
             if resident is None:
                 if not self._admit(subgroup):
@@ -263,7 +264,7 @@ class Pipeline:
                 raise RuntimeError(f"{self.table[subgroup].label} is in use already")
             else:
                 resident.wanted = True
-                self._wait(f"{self.table[subgroup].label} ({resident.phase.value})")
+                self._watch.wait(f"{self.table[subgroup].label} ({resident.phase.value})")
 
     def _admit(self, subgroup: int) -> bool:
         """Start reading a subgroup; False if there is no memory for it now."""
@@ -280,14 +281,14 @@ class Pipeline:
         return True
 
     def _chunk_read(self, subgroup: int, _checksum: int | None, error: BaseException | None) -> None:
-        with self._changed:
-            if not self._note(error):
+        with self._watch:
+            if not self._watch.note(error):
                 return
             resident = self._residents[subgroup]
             resident.pending -= 1
             if not resident.pending:
                 resident.phase = Phase.HOST
-                self._changed.notify_all()
+                self._watch.notify()
 
     # ---- writing --------------------------------------------------------------------------
 
@@ -331,8 +332,8 @@ class Pipeline:
         checksum: int | None,
         error: BaseException | None,
     ) -> None:
-        with self._changed:
-            if not self._note(error):
+        with self._watch:
+            if not self._watch.note(error):
                 return
             resident = self._residents[subgroup]
             resident.written[index] = Chunk(tier, slot, nbytes, checksum)
@@ -341,7 +342,7 @@ class Pipeline:
                 try:
                     self._commit(subgroup, resident)
                 except Exception as failure:  # no memory for the next read, say: the main thread must hear of it
-                    self._note(failure)
+                    self._watch.note(failure)
 
     def _commit(self, subgroup: int, resident: Resident) -> None:
         """The new copy is complete: point the table at it, free the old slots and the buffer."""
@@ -354,38 +355,7 @@ class Pipeline:
             self._drop(subgroup)
         self._place_chunks()
         self._read_ahead()
-        self._changed.notify_all()
+        self._watch.notify()
 
-    # ---- waiting and failing --------------------------------------------------------------
-
-    def _wait(self, what: str) -> None:
-        """Wait for any change; say so every minute, give up without progress for `timeout_s`."""
-        waited_s = 0.0
-        before = self._progress
-        while not self._changed.wait(min(REPORT_S, self._timeout_s)):
-            waited_s = 0.0 if self._progress != before else waited_s + min(REPORT_S, self._timeout_s)
-            before = self._progress
-            queues = ", ".join(f"{t.name} {t.reads.queued()} to read, {t.writes.queued()} to write" for t in self.tiers)
-            logger.warning("waiting for %s since %.0f s on %s (queued: %s)", what, waited_s, here(), queues)
-            if waited_s >= self._timeout_s:
-                raise StorageTimeout(
-                    f"no tier made progress for {waited_s:.0f} s while waiting for {what} on {here()}. "
-                    "Check the file systems of the tiers, or raise 'tokens.timeout_s'."
-                )
-        self._raise_failure()
-
-    def _note(self, error: BaseException | None) -> bool:
-        """Count progress, or keep the first error for the main thread."""
-        self._progress += 1
-        if error is not None and self._failure is None:
-            self._failure = error
-            logger.error("%s", error)
-        if self._failure is not None:
-            self._changed.notify_all()
-        return self._failure is None and not self._closed
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise MlpoError("the offload engine is closed")
+    def _queues(self) -> str:
+        return ", ".join(f"{t.name} {t.reads.queued()} to read, {t.writes.queued()} to write" for t in self.tiers)

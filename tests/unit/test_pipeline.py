@@ -230,6 +230,21 @@ def test_closing_with_transfers_in_flight_leaves_no_thread():
     assert not [t for t in threading.enumerate() if t.name.startswith("mlpo-")]
 
 
+def test_a_file_that_cannot_be_closed_is_said_and_the_others_are_closed():
+    pipeline = make([BLOCK] * 3)
+    closed = []
+
+    def fail():
+        raise StorageError("closing the state file failed")
+
+    pipeline.tiers[0].container.close = lambda: closed.append(0)
+    pipeline.tiers[1].container.close = fail
+    with pytest.raises(StorageError, match="closing"):
+        pipeline.close()
+    assert closed == [0]
+    assert not [t for t in threading.enumerate() if t.name.startswith("mlpo-")]
+
+
 def test_slots_are_never_shared_and_never_lost():
     pipeline = make([2 * BLOCK] * 7, budget=4 * BLOCK)
     fill(pipeline, list(range(7)))
