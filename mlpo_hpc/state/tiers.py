@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -28,30 +28,22 @@ def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) 
     StorageError
         If another job uses one of them.
     """
-    mine = together(lambda: [_directory_key(place, node) for place in places])
+    wanted = [place for place in places if not place.ours]
+    mine = together(lambda: [place.directory_key(node.host) for place in wanted])
     everyone = gather(mine)
     taken = {key for rank, keys in enumerate(everyone) if rank < node.world_rank for key in keys}
 
     def lock() -> None:
-        for place, key in zip(places, mine, strict=True):
+        for place, key in zip(wanted, mine, strict=True):
             if key in taken:
                 continue
             taken.add(key)
             try:
-                resources.callback(DirectoryLock(place.path, remove=place.ours).close)
+                resources.callback(DirectoryLock(place.path).close)
             except OSError as error:
                 raise storage_error("locking the tier directory", place.path, error) from error
 
     together(lock)
-
-
-def _directory_key(place: Place, node: Node) -> tuple[object, ...]:
-    try:
-        if place.ours:
-            os.makedirs(place.path, mode=0o700, exist_ok=True)
-        return place.directory_key(node.host)
-    except OSError as error:
-        raise storage_error("making the tier directory", place.path, error) from error
 
 
 def tier_weights(config: OffloadConfig, places: Sequence[Place], node: Node) -> list[float]:
@@ -99,8 +91,19 @@ def open_tier(config: OffloadConfig, place: Place, slot_bytes: int, num_slots: i
     StorageError
         If the container cannot be made.
     """
-    container = RawFile(place.path, slot_bytes, num_slots)
+    container = _open_container(place, slot_bytes, num_slots)
     return StorageTier(place.tier.name, container, _tokens(config, place), config.checksum != "off")
+
+
+def _open_container(place: Place, slot_bytes: int, num_slots: int) -> RawFile:
+    if not place.ours:
+        return RawFile(place.path, slot_bytes, num_slots)
+    # The file has no name, so its directory can go as soon as it is open: nothing is left, whatever happens.
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"mlpo_hpc-{place.tier.name}-", dir=place.path) as folder:
+            return RawFile(folder, slot_bytes, num_slots)
+    except OSError as error:
+        raise storage_error("making a tier directory", place.path, error) from error
 
 
 def _tokens(config: OffloadConfig, place: Place) -> tuple[Token, Token]:

@@ -24,21 +24,13 @@ class DirectoryLock:
 
     Several engines of one process may use a directory together.
 
-    Parameters
-    ----------
-    directory : str
-        An existing directory.
-    remove : bool
-        Remove it after the last use, and its parent, if they are empty: they are ours.
-
     Raises
     ------
     StorageError
         If another job holds it; the message names its process where the kernel tells.
     """
 
-    def __init__(self, directory: str, remove: bool = False) -> None:
-        self._directory = directory if remove else None
+    def __init__(self, directory: str) -> None:
         self._owner_pid = os.getpid()
         self._closed = False
         status = os.stat(directory)
@@ -60,8 +52,6 @@ class DirectoryLock:
             if _held[self._key][1]:
                 return
             del _held[self._key]
-            if self._directory is not None:
-                _remove_if_empty(self._directory)
         # Explicit, for a forked child may still hold a copy of the descriptor.
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
@@ -85,14 +75,6 @@ def _lock(directory: str) -> int:
             "Give each job a directory of its own, for example with ${SLURM_JOB_ID} in 'dir'."
         ) from error
     return fd
-
-
-def _remove_if_empty(directory: str) -> None:
-    for path in (directory, os.path.dirname(directory)):
-        try:
-            os.rmdir(path)
-        except OSError:
-            return  # somebody else's files are in it, or somebody else removed it
 
 
 def _holder(fd: int) -> str:

@@ -44,7 +44,7 @@ class Place:
     filesystem: FileSystem
     shared: bool
     ours: bool
-    """A directory of our own in somebody else's: made when it is locked, removed after use."""
+    """Others use the directory too (`/tmp`): our files lie in one of our own in it, and it is not locked."""
 
     @property
     def device_key(self) -> tuple[str, object]:
@@ -96,10 +96,9 @@ def _find(tier: Tier, is_default: bool) -> Place:
             "Point 'dir' to a disk, or set 'allow_memory': true if you mean it"
         )
     shared = filesystem.is_shared if tier.kind is None else tier.kind == "shared"
-    real = own_directory(filesystem.path, tier.name) if ours else filesystem.path
     if tier.dir == "auto":
-        say("tier %s: directory %s", tier.name, real)
-    return Place(tier, real, filesystem, shared, ours)
+        say("tier %s: a directory of its own in %s", tier.name, filesystem.path)
+    return Place(tier, filesystem.path, filesystem, shared, ours)
 
 
 def _look(path: str) -> FileSystem:
@@ -111,11 +110,6 @@ def _look(path: str) -> FileSystem:
     if not usable:
         raise ConfigError(f"{here(path)} is not a directory that this user may write; correct 'dir' or its permissions")
     return filesystem
-
-
-def own_directory(base: str, name: str) -> str:
-    """Our directory for a tier in a place that others use too."""
-    return os.path.join(base, f"mlpo_hpc-{os.getuid()}", name)
 
 
 def auto_base(kind: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from mlpo_hpc.config import load
 from mlpo_hpc.errors import ConfigError, StorageError
+from mlpo_hpc.state.tiers import open_tier
 from mlpo_hpc.storage import filesystem, place
 from mlpo_hpc.storage.filesystem import describe
 from mlpo_hpc.storage.lock import DirectoryLock
@@ -63,19 +65,19 @@ def test_a_batch_job_must_say_its_tiers(monkeypatch, variable):
         find_places(load({}))
 
 
-def test_default_tiers_come_and_go(monkeypatch, tmp_path):
+def test_default_tiers_are_two_directories_that_leave_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(place.tempfile, "tempdir", str(tmp_path))
     places = find_places(load({}))
     assert [p.tier.name for p in places] == ["nvme", "pfs"]
-    assert all(p.ours and Path(p.path).is_relative_to(tmp_path) for p in places)
-    assert list(tmp_path.glob("mlpo*")) == [], "made when they are locked"
-    for p in places:
-        os.makedirs(p.path)
-    locks = [DirectoryLock(p.path, remove=p.ours) for p in [*places, places[0]]]
-    for lock, left in zip(locks, [2, 1, 0], strict=True):
-        lock.close()
-        assert len(list(tmp_path.glob("mlpo*/*"))) == left
-    assert list(tmp_path.glob("mlpo*")) == []
+    assert all(p.ours and p.path == str(tmp_path) for p in places)
+    opened = [open_tier(load({}), p, 4096, 2) for p in places]
+    paths = [tier.container.path for tier in opened]
+    assert len(set(paths)) == 2
+    assert all(Path(path).parent == tmp_path for path in paths)
+    assert [path for path in tmp_path.iterdir() if "mlpo" in path.name] == [], "even if we were killed now"
+    opened[0].container.write(1, memoryview(mmap.mmap(-1, 4096)))
+    for tier in opened:
+        tier.close()
 
 
 def test_default_tiers_avoid_memory(monkeypatch):
@@ -89,7 +91,8 @@ def test_auto_takes_the_first_usual_place_that_is_no_memory(monkeypatch, tmp_pat
     monkeypatch.setenv("LOCALSCRATCH", "/dev/shm")
     monkeypatch.setenv("LOCAL_SCRATCH", str(tmp_path))
     found = find_places(load({"mlp_offload": {"tiers": [{"name": "nvme", "dir": "auto"}]}}))
-    assert found[0].path == place.own_directory(str(tmp_path), "nvme"), "not a directory that others lock too"
+    assert found[0].path == str(tmp_path)
+    assert found[0].ours, "others use it too: it is not locked"
     for name in ("SCRATCH", "PSCRATCH", "WORK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="'dir'"):
