@@ -13,6 +13,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run whole products of cases instead of a pairwise choice")
 
 
+def pytest_collection_modifyitems(config, items):
+    """The products of `--all` take longer than any test's timeout; their launches have one of their own."""
+    if config.getoption("--all"):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Where nothing may be skipped for lack of a part, a skip is a failure (a GPU excepted)."""

@@ -10,9 +10,15 @@ from typing import Any
 Choice = dict[str, Any]
 
 
-def product(factors: Mapping[str, Sequence[Any]]) -> list[Choice]:
-    """All combinations."""
-    return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+def product(factors: Mapping[str, Sequence[Any]], core: Sequence[str], seed: int = 0) -> list[Choice]:
+    """All combinations of the core factors; each takes a random value of the others."""
+    rng = random.Random(seed)
+    others = [name for name in factors if name not in core]
+    chosen = []
+    for values in itertools.product(*(factors[name] for name in core)):
+        combination = dict(zip(core, values, strict=True)) | {name: rng.choice(factors[name]) for name in others}
+        chosen.append({name: combination[name] for name in factors})
+    return chosen
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Choice]:

@@ -22,6 +22,9 @@ FACTORS: dict[str, list[Any]] = {
     "placement": ["proportional", "static"],
 }
 
+CORE = ["dtype", "accumulation", "clipping", "feature", "order", "budget"]
+"""Factors of which `make test-all` runs the whole product; the others vary at random with them."""
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 STATE_KEYS = {"adamw_amsgrad": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"], "sgd_momentum": ["momentum_buffer"]}
 

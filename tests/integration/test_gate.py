@@ -6,17 +6,20 @@ import json
 
 import pytest
 
-from tests.integration.cases import FACTORS
+from tests.integration.cases import CORE, FACTORS
 from tests.pairwise import pairwise, product
 from tests.ranks import run_ranks
 
 
 def pytest_generate_tests(metafunc):
     if "case_index" in metafunc.fixturenames:
-        everything = metafunc.config.getoption("--all")
-        cases = product(FACTORS) if everything else pairwise(FACTORS)
+        cases = chosen_cases(metafunc.config)
         metafunc.parametrize("num_ranks", [1, 2], scope="module")
         metafunc.parametrize("case_index", range(len(cases)), ids=[name_of(case) for case in cases])
+
+
+def chosen_cases(config):
+    return product(FACTORS, CORE) if config.getoption("--all") else pairwise(FACTORS)
 
 
 def name_of(case):
@@ -27,7 +30,7 @@ def name_of(case):
 def results(num_ranks, tmp_path_factory, request):
     """All cases in one launch: importing DeepSpeed takes longer than a case."""
     folder = tmp_path_factory.mktemp(f"gate{num_ranks}")
-    cases = product(FACTORS) if request.config.getoption("--all") else pairwise(FACTORS)
+    cases = chosen_cases(request.config)
     dirs = [folder / name for name in "abc"]
     for path in dirs:
         path.mkdir()
