@@ -11,6 +11,7 @@ order; a slice of it becomes the 32-bit gradient only when its subgroup is updat
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from typing import Any
@@ -23,8 +24,8 @@ from mlpo_hpc.cluster.node import find_node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.engine.native_checkpoint import NativeCheckpoint
 from mlpo_hpc.engine.translate import Translation
-from mlpo_hpc.engine.update import BoundState, probe_optimizer
-from mlpo_hpc.errors import MlpoError
+from mlpo_hpc.engine.update import BoundState, StateSpec, probe_optimizer
+from mlpo_hpc.errors import MlpoError, UnsupportedError
 from mlpo_hpc.state.cache import step_order
 from mlpo_hpc.state.codec.fp32 import ITEM_BYTES
 from mlpo_hpc.state.layout import choose_subgroup_size
@@ -80,12 +81,24 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         return int(size)
 
     def _create_fp32_partitions(self) -> None:
-        specs = together(lambda: [probe_optimizer(self.optimizer, group) for group in self.optimizer.param_groups])
+        specs = together(self._probe)
         numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
         self._state = BoundState([specs[self.sub_group_to_group_id[i]] for i in range(len(numels))], numels)
         self._store = self._open_store(numels)
         self.optimizer_swapper = self  # the base hands the new partitions to `initialize_parameters`
-        super()._create_fp32_partitions()
+        try:
+            super()._create_fp32_partitions()
+        except BaseException:
+            self._store.close()
+            raise
+
+    def _probe(self) -> list[StateSpec]:
+        """What the optimizer keeps, by parameter group; refuses what `translate` cannot see in a configuration."""
+        if getattr(self, "use_muon", False) or getattr(self, "zenflow", False):
+            raise UnsupportedError(
+                "Muon and ZenFlow update outside the subgroup loop: use AdamW or another torch optimizer"
+            )
+        return [probe_optimizer(self.optimizer, group) for group in self.optimizer.param_groups]
 
     def _open_store(self, numels: list[int]) -> Store:
         records = [Record(self._label(i), self._state.nbytes(i)) for i in range(len(numels))]
@@ -93,7 +106,7 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         store = open_store(self._config, self._node, needs)
         weakref.finalize(self, store.close)  # also at interpreter exit
         self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))
-        self._offsets = [sum(numels[:i]) for i in range(len(numels))]
+        self._offsets = list(itertools.accumulate(numels, initial=0))
         return store
 
     def _later_bytes(self, numel: int) -> int:
