@@ -67,8 +67,9 @@ class Tier(Section):
 class Tokens(Section):
     """Who may move bytes on a tier, and for how long one waits."""
 
-    backend: Literal["auto", "local", "off"] = "auto"
-    """``local`` excludes within the process; ``auto`` is the best there is."""
+    backend: Literal["auto", "mpi", "flock", "local", "off"] = "auto"
+    """``mpi``: fair turns of co-located ranks; ``flock``: turns, fairness not promised; ``local``: within
+    the process only; ``auto``: ``local``."""
     permits: int = Field(default=1, ge=1)
     """How many may move bytes on one tier in one direction at once."""
     timeout_s: float = Field(default=1800, gt=0)

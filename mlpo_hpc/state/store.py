@@ -22,6 +22,7 @@ from mlpo_hpc.storage.base import round_up
 from mlpo_hpc.storage.place import Place, find_places
 from mlpo_hpc.storage.tier import StorageTier
 from mlpo_hpc.telemetry.log import say
+from mlpo_hpc.tokens.open import Resource, TokenPair, open_tokens
 
 WORKING_RECORDS = 3
 """Buffers that an order needs whose first subgroups are not in host memory: read, update, write."""
@@ -121,7 +122,8 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
         layout, weights = _plan(config, node, needs, share, places)
         tiers: list[StorageTier] = []
         resources.callback(lambda: _close_all(tiers))
-        together(lambda: _open_tiers(config, places, layout, tiers))
+        tokens = _open_tokens(config, node, places, resources)
+        together(lambda: _open_tiers(config, places, tokens, layout, tiers))
         store = _assemble(config, needs, share, layout, weights, tiers, places, resources)
         _describe(config, node, needs, share, layout, tiers)
     return store
@@ -163,10 +165,23 @@ def _plan(
     return together(lay), weights
 
 
-def _open_tiers(config: OffloadConfig, places: list[Place], layout: Layout, tiers: list[StorageTier]) -> None:
-    for place, num_slots in zip(places, layout.slots, strict=True):
+def _open_tokens(config: OffloadConfig, node: Node, places: list[Place], resources: ExitStack) -> list[TokenPair]:
+    """Collective over the training world. One pair of tokens for each tier's directory."""
+    wanted = [
+        Resource(
+            (p.tier.name, p.directory_key(node.host)), p.tier.name, p.path, p.tier.permits or config.tokens.permits
+        )
+        for p in places
+    ]
+    return open_tokens(config.tokens.backend, wanted, node, config.tokens.timeout_s, resources)
+
+
+def _open_tiers(
+    config: OffloadConfig, places: list[Place], tokens: list[TokenPair], layout: Layout, tiers: list[StorageTier]
+) -> None:
+    for place, pair, num_slots in zip(places, tokens, layout.slots, strict=True):
         if num_slots:
-            tiers.append(open_tier(config, place, layout.chunk_bytes, num_slots))
+            tiers.append(open_tier(config, place, pair, layout.chunk_bytes, num_slots))
 
 
 def _close_all(tiers: Sequence[StorageTier]) -> None:

@@ -16,8 +16,7 @@ from mlpo_hpc.storage.posix import RawFile
 from mlpo_hpc.storage.probe import Bandwidth, quick_bandwidth
 from mlpo_hpc.storage.tier import StorageTier
 from mlpo_hpc.telemetry.log import say
-from mlpo_hpc.tokens.base import FreeToken, Token
-from mlpo_hpc.tokens.local import local_token
+from mlpo_hpc.tokens.open import TokenPair
 
 
 def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) -> None:
@@ -83,7 +82,7 @@ def rooms_bytes(places: Sequence[Place], node: Node, fills_tiers: bool) -> list[
     return rooms
 
 
-def open_tier(config: OffloadConfig, place: Place, slot_bytes: int, num_slots: int) -> StorageTier:
+def open_tier(config: OffloadConfig, place: Place, tokens: TokenPair, slot_bytes: int, num_slots: int) -> StorageTier:
     """Make a tier's container and start its lanes.
 
     Raises
@@ -92,7 +91,7 @@ def open_tier(config: OffloadConfig, place: Place, slot_bytes: int, num_slots: i
         If the container cannot be made.
     """
     container = _open_container(place, slot_bytes, num_slots)
-    return StorageTier(place.tier.name, container, _tokens(config, place), config.checksum != "off")
+    return StorageTier(place.tier.name, container, tokens, config.checksum != "off")
 
 
 def _open_container(place: Place, slot_bytes: int, num_slots: int) -> RawFile:
@@ -104,14 +103,3 @@ def _open_container(place: Place, slot_bytes: int, num_slots: int) -> RawFile:
             return RawFile(folder, slot_bytes, num_slots)
     except OSError as error:
         raise storage_error("making a tier directory", place.path, error) from error
-
-
-def _tokens(config: OffloadConfig, place: Place) -> tuple[Token, Token]:
-    if config.tokens.backend == "off":
-        return FreeToken(), FreeToken()
-    permits = place.tier.permits or config.tokens.permits
-    timeout_s = config.tokens.timeout_s
-    return (
-        local_token(place.path, "reading", permits, timeout_s),
-        local_token(place.path, "writing", permits, timeout_s),
-    )

@@ -30,6 +30,10 @@ class Token(ABC):
     def wanted(self) -> bool:
         """Whether somebody waits for a permit now."""
 
+    def free(self) -> None:
+        """Give back what it holds of the system; nothing by default. Idempotent."""
+        return
+
     def __enter__(self) -> Token:
         self.acquire()
         return self

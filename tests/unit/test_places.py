@@ -19,6 +19,7 @@ from mlpo_hpc.storage.filesystem import describe
 from mlpo_hpc.storage.lock import DirectoryLock
 from mlpo_hpc.storage.place import find_places
 from mlpo_hpc.storage.probe import quick_bandwidth
+from mlpo_hpc.tokens.base import FreeToken
 
 
 def with_tiers(*dirs, **extra):
@@ -70,7 +71,7 @@ def test_default_tiers_are_two_directories_that_leave_nothing(monkeypatch, tmp_p
     places = find_places(load({}))
     assert [p.tier.name for p in places] == ["nvme", "pfs"]
     assert all(p.ours and p.path == str(tmp_path) for p in places)
-    opened = [open_tier(load({}), p, 4096, 2) for p in places]
+    opened = [open_tier(load({}), p, (FreeToken(), FreeToken()), 4096, 2) for p in places]
     paths = [tier.container.path for tier in opened]
     assert len(set(paths)) == 2
     assert all(Path(path).parent == tmp_path for path in paths)

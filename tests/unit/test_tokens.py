@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import signal
+import subprocess
 import threading
 import time
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mlpo_hpc.errors import StorageTimeout
+from mlpo_hpc.errors import MlpoError, StorageTimeout
 from mlpo_hpc.tokens.base import FreeToken, Turn
+from mlpo_hpc.tokens.flock import FlockToken, make_lock_files
 from mlpo_hpc.tokens.local import LocalToken, local_token
+from mlpo_hpc.tokens.ticket import Counters, Process, TicketToken, _start_ticks
 
 
 @pytest.mark.parametrize("permits", [1, 2, 3])
@@ -107,6 +115,121 @@ def test_threads_of_a_rank_share_its_turn_and_give_it_up_when_others_wait():
     turn.leave()
     late.join()
     assert not token.locked()
+
+
+@pytest.mark.parametrize("permits", [1, 2])
+def test_flock_excludes_between_open_files_and_dies_with_its_process(permits):
+    folder, paths = make_lock_files(permits)
+    tokens = [FlockToken(paths, rank) for rank in range(permits + 1)]
+    shutil.rmtree(folder)
+    for token in tokens[:permits]:
+        token.acquire()
+    assert tokens[-1].locked()
+    got = threading.Event()
+    waiter = threading.Thread(target=lambda: (tokens[-1].acquire(), got.set()), daemon=True)
+    waiter.start()
+    assert not got.wait(0.1)
+    tokens[tokens[-1]._mine].free()  # as the kernel does when the process ends
+    assert got.wait(5)
+    tokens[-1].release()
+    with pytest.raises(RuntimeError, match="not held"):
+        tokens[-1].release()
+    for token in tokens:
+        token.free()
+        token.free()
+
+
+def test_a_forked_child_does_not_keep_a_lock():
+    folder, paths = make_lock_files(1)
+    token, other = FlockToken(paths, 0), FlockToken(paths, 1)
+    shutil.rmtree(folder)
+    token.acquire()
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    token.free()  # our process lets go of the file; the child had a copy
+    assert other.acquire() < 20
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    other.release()
+    other.free()
+
+
+class PlainCounters(Counters):
+    """Counters of one process."""
+
+    def __init__(self, count):
+        self.words = [0] * count
+        self.lock = threading.Lock()
+
+    def add(self, index, value):
+        with self.lock:
+            self.words[index] += value
+            return self.words[index] - value
+
+    def load(self, index):
+        return self.words[index]
+
+    def store(self, index, value):
+        self.words[index] = value
+
+
+class Tickets(RuleBasedStateMachine):
+    """The ticket logic against a queue: whoever asked first is served first, never too many at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.counters = PlainCounters(2 + 6)
+        here = [Process.this(rank, "here") for rank in range(6)]
+        self.permits = 2
+        self.tokens = [TicketToken("x", self.counters, 0, 2, rank, here) for rank in range(6)]
+        self.tickets, self.queue, self.inside = {}, [], []
+
+    @rule(rank=st.integers(0, 5))
+    def ask(self, rank):
+        if rank not in self.tickets:
+            self.tickets[rank] = self.counters.add(0, 1)
+            self.queue.append(rank)
+
+    @rule(index=st.integers(0, 1))
+    def release(self, index):
+        if index < len(self.inside):
+            rank = self.inside.pop(index)
+            self.tokens[rank].release()
+            del self.tickets[rank]
+
+    @invariant()
+    def the_first_in_the_queue_are_served(self):
+        served = [rank for rank in self.queue if self.tokens[rank]._is_served(self.tickets[rank])]
+        room = self.permits - len(self.inside)
+        assert served == self.queue[:room]
+        for rank in served:
+            self.queue.remove(rank)
+            self.inside.append(rank)
+            self.counters.store(2 + rank, self.tickets[rank] + 1)
+        token = self.tokens[0]
+        assert [p.world_rank for p in token.holders()] == sorted(self.inside)
+        assert token.locked() == (len(self.inside) >= self.permits)
+        assert token.wanted() == bool(self.queue)
+
+
+TestTickets = Tickets.TestCase
+
+
+def test_a_dead_rank_is_named_not_waited_for():
+    process = subprocess.Popen(["sleep", "60"])
+    dead = Process(7, "n1", process.pid, _start_ticks(process.pid))
+    assert dead.is_alive()
+    here = [dead, Process.this(1, "n1")]
+    counters = PlainCounters(4)
+    TicketToken("reading on pfs", counters, 0, 1, 0, here).acquire()
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not dead.is_alive(), "a zombie holds nothing back"
+    with pytest.raises(MlpoError, match=rf"rank 7 \(process {process.pid} on n1\) died.*reading on pfs"):
+        TicketToken("reading on pfs", counters, 0, 1, 1, here).acquire()
+    process.wait()
 
 
 def test_off_is_always_free():

@@ -1,0 +1,176 @@
+"""Fair tickets over atomic counters that co-located ranks share: the logic, without MPI.
+
+A rank takes the next ticket and is served when fewer than `permits` earlier tickets are still
+out: ``ticket < served + permits``. Two atomic additions a turn, first come first served. A ticket is
+never given back unused, so a rank that died with one would block the others: its process is
+looked for, and its end ends the job.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlpo_hpc.errors import MlpoError, StorageTimeout, here
+from mlpo_hpc.telemetry.log import logger
+from mlpo_hpc.tokens.base import Token
+
+FIRST_SLEEP_S = 50e-6
+LONGEST_SLEEP_S = 10e-3
+LOOK_S = 1.0  # between two looks whether the others still live
+REPORT_S = 60.0
+
+
+class Counters(ABC):
+    """64-bit counters in memory shared by the ranks of a node, zero at first."""
+
+    @abstractmethod
+    def add(self, index: int, value: int) -> int:
+        """Add atomically; return the value before."""
+
+    @abstractmethod
+    def load(self, index: int) -> int:
+        """Read, without taking part in any atomic operation."""
+
+    @abstractmethod
+    def store(self, index: int, value: int) -> None:
+        """Write a counter that only this rank writes."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank's process: its number may be given to another one, its start time not."""
+
+    world_rank: int
+    host: str
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def this(cls, world_rank: int, host: str) -> Process:
+        """The calling process."""
+        return cls(world_rank, host, os.getpid(), _start_ticks(os.getpid()) or 0)
+
+    def is_alive(self) -> bool:
+        """Whether it still runs on this host."""
+        return _start_ticks(self.pid) == self.start_ticks
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat; None if there is no such process, or only its zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+class TicketToken(Token):
+    """One token of one rank.
+
+    Parameters
+    ----------
+    name : str
+        Tier and direction, in messages.
+    counters : Counters
+        Shared by the ranks of the node.
+    base : int
+        The token's first counter; it uses ``2 + len(processes)`` of them.
+    permits : int
+        How many may hold it at once.
+    node_rank : int
+        This rank among `processes`.
+    processes : list of Process
+        The ranks of the node.
+    timeout_s : float
+        Longest wait before `StorageTimeout`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        counters: Counters,
+        base: int,
+        permits: int,
+        node_rank: int,
+        processes: list[Process],
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self.name = name
+        self._counters = counters
+        self._next, self._served, self._holders = base, base + 1, base + 2
+        self._permits = permits
+        self._node_rank = node_rank
+        self._processes = processes
+        self._timeout_s = timeout_s
+
+    @staticmethod
+    def num_counters(node_size: int) -> int:
+        """Counters that one token needs."""
+        return 2 + node_size
+
+    def acquire(self) -> float:
+        """Wait for a permit, first come first served; return the seconds waited.
+
+        Raises
+        ------
+        MlpoError
+            If a rank of the node died.
+        StorageTimeout
+            If no permit came within `timeout_s`.
+        """
+        ticket = self._counters.add(self._next, 1)
+        begin = time.monotonic()
+        if not self._is_served(ticket):
+            self._wait(ticket, begin)
+        self._counters.store(self._holders + self._node_rank, ticket + 1)
+        return time.monotonic() - begin
+
+    def release(self) -> None:
+        """Let the next one in."""
+        self._counters.store(self._holders + self._node_rank, 0)
+        self._counters.add(self._served, 1)
+
+    def locked(self) -> bool:
+        return self._counters.load(self._next) >= self._counters.load(self._served) + self._permits
+
+    def wanted(self) -> bool:
+        return self._counters.load(self._next) > self._counters.load(self._served) + self._permits
+
+    def holders(self) -> list[Process]:
+        """The ranks that hold a permit now."""
+        return [p for i, p in enumerate(self._processes) if self._counters.load(self._holders + i)]
+
+    def _is_served(self, ticket: int) -> bool:
+        return ticket < self._counters.load(self._served) + self._permits
+
+    def _wait(self, ticket: int, begin: float) -> None:
+        sleep_s, look_at, report_at = FIRST_SLEEP_S, begin + LOOK_S, begin + REPORT_S
+        while not self._is_served(ticket):
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + LOOK_S
+                self._look_for_dead()
+            if now >= report_at:
+                report_at = now + REPORT_S
+                logger.warning("waiting for %s since %.0f s on %s; %s", self.name, now - begin, here(), self._who())
+            if now - begin > self._timeout_s:
+                raise StorageTimeout(
+                    f"no permit for {self.name} within {self._timeout_s:.0f} s on {here()}; {self._who()}. "
+                    "Check that tier's file system, or raise 'tokens.timeout_s'."
+                )
+
+    def _look_for_dead(self) -> None:
+        dead = [process for process in self._processes if not process.is_alive()]
+        if dead:
+            names = ", ".join(f"rank {p.world_rank} (process {p.pid} on {p.host})" for p in dead)
+            raise MlpoError(f"{names} died; {here()} cannot get {self.name} any more. Look at that rank's output.")
+
+    def _who(self) -> str:
+        holders = [f"rank {p.world_rank} (process {p.pid} on {p.host})" for p in self.holders()]
+        return f"held by {', '.join(holders)}" if holders else "nobody holds it at this moment"
