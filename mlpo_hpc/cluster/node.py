@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ from mlpo_hpc.cluster.verdict import gather, world_rank
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+FORWARD_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,4 +69,6 @@ class _AbortHook:
         self._previous(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
+        # MPICH's launcher drops what it has not forwarded yet when it is told to abort.
+        time.sleep(FORWARD_S)
         self._world.Abort(1)

@@ -79,6 +79,27 @@ def test_mpirun_and_torchrun_train_the_same(tmp_path):
     assert losses(one) == losses(two)
 
 
+DYING = """
+from mlpo_hpc.cluster.node import start_mpi
+world = start_mpi()
+if world.rank == world.size - 1:
+    raise RuntimeError("this rank is gone")
+world.Barrier()  # where the others would wait for ever
+"""
+
+
+def test_an_uncaught_exception_under_mpirun_ends_the_world_with_its_traceback(tmp_path):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    if shutil.which("mpirun", path=path) is None:
+        pytest.skip("no mpirun on PATH")
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    command = [str(ROOT / ".ci/mpirun"), "2", sys.executable, str(script)]
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "this rank is gone" in done.stdout + done.stderr
+
+
 def test_stopped_and_resumed_it_goes_on_as_if_nothing_had_been(tmp_path):
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     straight.mkdir()

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlpo_hpc.cluster import launch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def test_ranks_of_the_launcher_are_those_of_mpi(world: MPI.Intracomm) -> None:
@@ -66,14 +61,14 @@ def window_tokens(world: MPI.Intracomm, permits: int = 1, timeout_s: float = 60)
 def test_tickets_exclude_and_serve_in_order(world: MPI.Intracomm) -> None:
     """From an I/O thread, as in the engine; the protected counter is written without any atomic operation."""
     token, counters, free = window_tokens(world)
-    turns, waited = 200, []
+    turns, order = 200, []
 
     def work() -> None:
         rng = random.Random(world.rank)
         for _ in range(turns):
-            served_before = counters.load(1)
             token.acquire()
-            waited.append(counters.load(1) - served_before)
+            ticket, served = counters.load(2 + world.rank) - 1, counters.load(1)
+            order.append(ticket == served)  # all tickets before ours are back, none after it was served
             value = counters.load(free)
             if rng.random() < 0.05:
                 time.sleep(0.0005)
@@ -86,7 +81,8 @@ def test_tickets_exclude_and_serve_in_order(world: MPI.Intracomm) -> None:
     thread.join()
     world.Barrier()
     assert counters.load(free) == turns * world.size, "somebody else was inside"
-    assert max(waited) <= world.size, f"waited {max(waited)} turns: first come first served"
+    assert len(order) == turns
+    assert all(order), "first come first served: nobody waits for more than one turn of each other rank"
     assert not token.locked()
     counters.free()
     counters.free()
@@ -176,25 +172,3 @@ def test_the_engine_trains_the_same_with_every_backend(world: MPI.Intracomm) -> 
     if world.rank == 0:
         os.rmdir(folder)
     torch.distributed.destroy_process_group()
-
-
-def test_an_uncaught_exception_ends_the_world(world: MPI.Intracomm) -> None:
-    """In a world of its own, started by rank 0: the others of that world wait for ever."""
-    if world.rank:
-        return
-    code = (
-        "from mlpo_hpc.cluster.node import start_mpi\n"
-        "world = start_mpi()\n"
-        "if world.rank == world.size - 1: raise RuntimeError('rank is gone')\n"
-        "world.Barrier()\n"
-    )
-    clean = {
-        key: value for key, value in os.environ.items() if not key.startswith(("OMPI_COMM", "PMI", "PMIX", "PRTE"))
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "script.py"
-        script.write_text(code)
-        command = [str(ROOT / ".ci/mpirun"), "2", sys.executable, str(script)]
-        done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode != 0
-    assert "rank is gone" in done.stdout + done.stderr
