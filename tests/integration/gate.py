@@ -89,8 +89,10 @@ def run_ours(case: dict[str, Any], dirs: list[str], numels: list[int]) -> tuple[
     )
     losses = train(engine, case)
     pool = engine.optimizer._store.pipeline.pool
+    totals = engine.optimizer._store.figures()
     facts = {
-        "report": engine.optimizer.offload_report(),
+        "bytes_read": sum(tier["read"].nbytes for tier in totals["tiers"].values()),
+        "misses": totals["misses"],
         "peak_bytes": pool.peak_bytes,
         "budget_bytes": pool.budget_bytes,
         "tiers": len(engine.optimizer._store.pipeline.tiers),
