@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import sysconfig
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 import mlpo_hpc
+from mlpo_hpc.config import read_ds_config
 from mlpo_hpc.telemetry.picture import draw_run
 from mlpo_hpc.telemetry.progress import StepProgress
 
@@ -155,8 +157,7 @@ def pick_compute_dtype(name: str, dtype: str) -> torch.dtype:
 def ds_config(args: argparse.Namespace) -> dict[str, Any]:
     """The DeepSpeed configuration of this run; `--config` replaces it."""
     if args.config:
-        config: dict[str, Any] = json.loads(Path(args.config).read_text())
-        return config
+        return read_ds_config(args.config)
     section: dict[str, Any] = {}
     if args.host_memory:
         section["host_memory"] = args.host_memory
@@ -197,7 +198,12 @@ def parse() -> argparse.Namespace:
     add("--checkpoint", type=Path, metavar="DIR", help="save there at the end; go on from there if it holds one")
     add("--out", type=Path, default=Path("runs/pretrain_gpt"), help="folder for the picture and the figures")
     add("--seed", type=int, default=1)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if any("=" not in tier for tier in args.tier or ()):
+        parser.error("--tier wants NAME=DIR")
+    if args.config and (args.tier or args.host_memory):
+        parser.error("--config says where the state goes: leave out --tier and --host-memory")
+    return args
 
 
 def main() -> None:
@@ -205,7 +211,8 @@ def main() -> None:
     mlpo_hpc.init_distributed()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     shape, config = SIZES[args.size], ds_config(args)
-    Linear.compute_dtype = pick_compute_dtype(args.compute_dtype, args.dtype)
+    dtype = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), "fp32")
+    Linear.compute_dtype = pick_compute_dtype(args.compute_dtype, dtype)
     plain = {key: value for key, value in config.items() if key != "mlp_offload"}
     torch.manual_seed(args.seed)
     with deepspeed.zero.Init(config_dict_or_path=plain):
@@ -216,6 +223,8 @@ def main() -> None:
     if args.checkpoint and (args.checkpoint / "latest").exists():
         _, state = engine.load_checkpoint(str(args.checkpoint))
         begin = state["step"]
+        if rank == 0:
+            print(f"resumed from {args.checkpoint} at step {begin}", flush=True)
 
     text = read_text(args.data or [Path(sysconfig.get_paths()["stdlib"])], limit_bytes=32 * 2**20)
     batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
@@ -224,10 +233,10 @@ def main() -> None:
         count = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
         print(
             f"{count / 1e6:.1f} M parameters on {world_size} ranks, {text_tokens} text tokens a step, "
-            f"{args.dtype} weights multiplied in {Linear.compute_dtype}",
+            f"{dtype} weights multiplied in {Linear.compute_dtype}",
             flush=True,
         )
-    progress = StepProgress(args.steps - begin, quiet=rank > 0)
+    progress = StepProgress(args.steps, begin, quiet=rank > 0)
     for step in range(begin, args.steps):
         total = torch.zeros((), device=engine.device)
         for micro in range(accumulation):
@@ -241,7 +250,7 @@ def main() -> None:
         torch.distributed.all_reduce(total)
         progress.step(total.item(), text_tokens, engine.optimizer.offload_report())
     progress.summary()
-    if args.checkpoint:
+    if args.checkpoint and progress.history:
         engine.save_checkpoint(str(args.checkpoint), client_state={"step": args.steps})
     if rank == 0 and progress.history:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -250,6 +259,16 @@ def main() -> None:
         print(f"picture: {args.out / 'run.png'}, figures: {args.out / 'steps.json'}", flush=True)
     engine.destroy()
     leave()
+
+
+def give_up(error: mlpo_hpc.MlpoError) -> None:
+    """Say what is wrong, once, and end all ranks: the message says it, a traceback would bury it."""
+    if not error.on_all_ranks or os.environ.get("RANK", "0") == "0":
+        print(f"\n{error}", file=sys.stderr, flush=True)
+    if "mpi4py.MPI" in sys.modules:
+        time.sleep(1)  # launchers drop what they have not forwarded yet when they are told to abort
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(1)
+    os._exit(1)
 
 
 def leave() -> None:
@@ -268,4 +287,7 @@ def leave() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except mlpo_hpc.MlpoError as failure:
+        give_up(failure)

@@ -6,14 +6,24 @@ Sources, later ones win: defaults, ``ds_config["mlp_offload"]``, environment var
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.functional_validators import field_validator
 
 from mlpo_hpc.errors import ConfigError
@@ -21,6 +31,16 @@ from mlpo_hpc.errors import ConfigError
 SECTION = "mlp_offload"
 ENV_PREFIX = "MLPO_HPC_"
 ENV_OF_OTHERS = {"ROOT", "SITE", "PREFIX", "IGNORE_CONTRACT"}  # of the environment module and the contract
+
+
+def _rate(value: Any) -> Any:
+    """``5GB`` is as good as 5e9; what is no size is left to the number's own check."""
+    if isinstance(value, str) and value.strip()[-1:].lower() == "b":
+        return float(TypeAdapter(ByteSize).validate_python(value))
+    return value
+
+
+BytesPerSecond = Annotated[float, BeforeValidator(_rate)]
 
 
 class Section(BaseModel):
@@ -54,9 +74,9 @@ class Tier(Section):
     """How bytes reach the container."""
     capacity: ByteSize | None = None
     """Bytes this job may use here, on each node. Default: what is free."""
-    read_bps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    read_bps: BytesPerSecond | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Read bandwidth in bytes/s. Probed for a moment when not given."""
-    write_bps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    write_bps: BytesPerSecond | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Write bandwidth in bytes/s. Probed for a moment when not given."""
     permits: int | None = Field(default=None, ge=1)
     """How many may move bytes here at once; default ``tokens.permits``."""
@@ -161,14 +181,18 @@ def load(ds_config: Mapping[str, Any] | str | os.PathLike[str]) -> OffloadConfig
     ConfigError
         With one line for each fault.
     """
-    section = read_ds_config(ds_config).get(SECTION) or {}
+    config = read_ds_config(ds_config)
+    misspelt = [] if SECTION in config else difflib.get_close_matches(SECTION, map(str, config), n=1)
+    if misspelt:
+        raise ConfigError(f"unknown section {misspelt[0]!r} in the DeepSpeed configuration: did you mean {SECTION!r}?")
+    section = config.get(SECTION) or {}
     if not isinstance(section, Mapping):
         raise ConfigError(f"{SECTION} must be an object, not {type(section).__name__}")
     merged = _merge(_copy(section), _from_environment(os.environ))
     try:
         return OffloadConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(_explain(error) + _from_where(os.environ)) from None
 
 
 def expand(path: str) -> str:
@@ -218,9 +242,18 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
+def _from_where(environ: Mapping[str, str]) -> str:
+    """Say which variables took part: a fault may be there and not in the user's file."""
+    names = sorted(
+        name for name in environ if name.startswith(ENV_PREFIX) and name[len(ENV_PREFIX) :] not in ENV_OF_OTHERS
+    )
+    return f"\n(overridden by the environment: {', '.join(names)})" if names else ""
+
+
 def _explain(error: ValidationError) -> str:
     lines = []
     for fault in error.errors():
-        where = ".".join([SECTION, *(str(part) for part in fault["loc"])])
-        lines.append(f"{where}: {fault['msg'].removeprefix('Value error, ')}")
+        # Branches of unions ("literal['auto']", "function-after[...]") are pydantic's words, not the user's.
+        path = [str(part) for part in fault["loc"] if "[" not in str(part)]
+        lines.append(f"{'.'.join([SECTION, *path])}: {fault['msg'].removeprefix('Value error, ')}")
     return "the configuration cannot be used:\n  " + "\n  ".join(lines)

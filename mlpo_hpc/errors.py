@@ -22,6 +22,9 @@ ADVICE = {
 class MlpoError(Exception):
     """Base of all errors raised on purpose by mlpo_hpc."""
 
+    on_all_ranks = False
+    """Whether every rank raises the same error, so that rank 0 alone need print it."""
+
 
 class ConfigError(MlpoError, ValueError):
     """The configuration cannot be used."""

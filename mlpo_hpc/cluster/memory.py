@@ -32,6 +32,11 @@ def return_freed_memory() -> None:
         set_option(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
+def total_bytes() -> int:
+    """Host memory of this node."""
+    return int(psutil.virtual_memory().total)
+
+
 def available_bytes() -> int:
     """Host memory that can still be allocated on this node: MemAvailable, or less by a cgroup limit."""
     free = [psutil.virtual_memory().available, *_cgroup_headrooms(Path("/proc/self/cgroup"), CGROUP_ROOT)]

@@ -66,9 +66,11 @@ class _AbortHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         assert callable(self._previous)
+        # torch collects what earlier hooks print and prints it after they return: we do not.
+        sys.stderr = sys.__stderr__
         self._previous(kind, error, trace)
         sys.stdout.flush()
-        sys.stderr.flush()
+        print(end="", file=sys.stderr, flush=True)
         # MPICH's launcher drops what it has not forwarded yet when it is told to abort.
         time.sleep(FORWARD_S)
         self._world.Abort(1)

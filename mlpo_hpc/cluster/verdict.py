@@ -50,7 +50,9 @@ def raise_together(error: BaseException | None) -> None:
     for _, host, rank, text in found:
         texts.setdefault(text, []).append(f"rank {rank} on {host}")
     lines = [f"{', '.join(ranks)}: {text}" for text, ranks in texts.items()]
-    raise kind("\n".join(["the offload engine cannot start:", *lines])) from error
+    verdict = kind("\n".join(["the offload engine cannot start:", *lines]))
+    verdict.on_all_ranks = True
+    raise verdict from None  # the message says it all; the first error would be shown before it
 
 
 def together(action: Callable[[], T]) -> T:

@@ -194,6 +194,8 @@ def _config_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _checked_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     config = _config_of(arguments)
     translate(config)
+    if not _trains(arguments):
+        raise ConfigError("there is no optimizer: pass optimizer=..., or give the configuration an 'optimizer' section")
     return config
 
 
@@ -220,10 +222,12 @@ def _agree(make: Callable[[], Translation]) -> Translation:
     texts = gather(json.dumps(mine, sort_keys=True, default=repr))
     odd = [rank for rank, text in enumerate(texts) if text != texts[0]]
     if odd:
-        raise ConfigError(
+        error = ConfigError(
             f"ranks disagree about the configuration: rank {odd[0]} has\n  {texts[odd[0]]}\nrank 0 has\n  {texts[0]}\n"
             "Give all ranks the same file and the same MLPO_HPC_ variables"
         )
+        error.on_all_ranks = True
+        raise error
     return translation
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from mlpo_hpc.config import SECTION, OffloadConfig, Tier, load, read_ds_config
 from mlpo_hpc.errors import ConfigError, UnsupportedError
+from mlpo_hpc.telemetry.log import warn
 
 AUTO = "auto"  # trainers replace it before DeepSpeed sees it
 
@@ -110,9 +111,11 @@ def _keeps_bit16_masters(section: Mapping[str, Any]) -> bool:
 def _offload_optimizer(zero: dict[str, Any], offload: OffloadConfig) -> OffloadConfig:
     """Towards DeepSpeed the state is on the CPU; an NVMe path becomes a tier of ours."""
     section = dict(_section(zero, "offload_optimizer"))
+    zero.pop("cpu_offload", None)  # the old spelling of what is said here
     if section.get("device") == "nvme" and offload.tiers is None:
         offload = offload.model_copy(update={"tiers": [_nvme_tier(section)]})
-    zero.pop("cpu_offload", None)  # the old spelling of what is said here
+    elif section.get("device") == "nvme":
+        warn("offload_optimizer.nvme_path is not used: mlp_offload.tiers says where the state goes")
     keep = {key: section[key] for key in ("pin_memory",) if key in section}
     zero["offload_optimizer"] = {"device": "cpu", **keep}
     return offload

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlpo_hpc.cluster.memory import AUTO_FRACTION, available_bytes
+from mlpo_hpc.cluster.memory import AUTO_FRACTION, available_bytes, total_bytes
 from mlpo_hpc.cluster.node import Node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig
@@ -118,7 +118,7 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
         places = together(lambda: find_places(config))
         lock_directories(places, node, resources)
         share = share_bytes(config, node, needs.later_bytes)
-        together(lambda: _check_budget(needs, share, node, have_tiers=bool(places)))
+        together(lambda: _check_budget(config, needs, share, node, have_tiers=bool(places)))
         layout, weights = _plan(config, node, needs, share, places)
         tiers: list[StorageTier] = []
         resources.callback(lambda: _close_all(tiers))
@@ -129,7 +129,12 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
     return store
 
 
-def _check_budget(needs: Needs, share: int, node: Node, have_tiers: bool) -> None:
+def _check_budget(config: OffloadConfig, needs: Needs, share: int, node: Node, have_tiers: bool) -> None:
+    if config.host_memory != "auto" and int(config.host_memory) > total_bytes():
+        raise ConfigError(
+            f"'host_memory' is {int(config.host_memory):,} bytes, but {node.host} has {total_bytes():,}. "
+            "It is what buffers and cache may take on each node: use less, or 'auto'"
+        )
     least = least_host_bytes(needs.sizes, needs.scratch_bytes, have_tiers)
     if share < least:
         raise ConfigError(
@@ -227,4 +232,4 @@ def _describe(
         layout.chunk_bytes / 1e6,
     )
     where = ", ".join(f"{tier.name} {tier.container.path} ({tier.container.num_slots} slots)" for tier in tiers)
-    say("tiers: %s", where or "none needed, all state fits in host memory")
+    say("tiers: %s", f"unnamed files in {where}" if where else "none needed, all state fits in host memory")

@@ -72,7 +72,7 @@ def rooms_bytes(places: Sequence[Place], node: Node, fills_tiers: bool) -> list[
     What is free on a file system is divided by the tiers and ranks that fill it; `capacity`,
     which is per node, by the ranks of the node.
     """
-    mine = [("" if place.shared else node.host, place.device_key) for place in places]
+    mine = [("" if place.filesystem.is_shared else node.host, place.device_key) for place in places]
     filling = [key for keys, fills in gather((mine, fills_tiers)) if fills for key in keys]
     rooms = []
     for place, key in zip(places, mine, strict=True):

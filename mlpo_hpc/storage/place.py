@@ -48,8 +48,8 @@ class Place:
 
     @property
     def device_key(self) -> tuple[str, object]:
-        """Equal for two ranks that fill the same file system."""
-        return (self.filesystem.mount_point, "shared" if self.shared else self.filesystem.device)
+        """Equal for two tiers or ranks of a host that fill the same file system, whatever their `kind` says."""
+        return (self.filesystem.mount_point, "shared" if self.filesystem.is_shared else self.filesystem.device)
 
     def directory_key(self, host: str) -> tuple[object, ...]:
         """Equal for two ranks that use the same directory."""
@@ -72,6 +72,9 @@ def find_places(config: OffloadConfig) -> list[Place]:
             places.append(_find(tier, is_default=config.tiers is None))
         except (ConfigError, StorageError) as error:
             faults.append(f"tier {tier.name!r}: {error}")
+    named = [place.path for place in places if not place.ours]
+    twice = {path for path in named if named.count(path) > 1}
+    faults += [f"directory {path} is given to two tiers: give each its own" for path in sorted(twice)]
     if faults:
         raise ConfigError("; ".join(faults))
     _warn_of_shared_devices(places)
@@ -88,7 +91,7 @@ def _warn_of_shared_devices(places: Sequence[Place]) -> None:
 
 def _find(tier: Tier, is_default: bool) -> Place:
     ours = is_default or tier.dir == "auto"
-    path = auto_base(tier.kind) if tier.dir == "auto" else expand(tier.dir)
+    path = auto_base(tier.kind) if tier.dir == "auto" else os.path.abspath(expand(tier.dir))
     filesystem = _look(path)
     if filesystem.is_memory and not tier.allow_memory:
         raise ConfigError(
@@ -125,7 +128,7 @@ def auto_base(kind: str | None) -> str:
         if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK) and not describe(path).is_memory:
             return path
     raise ConfigError(
-        f"no usual place for a {kind or 'node_local'} tier fits here; give its 'dir' (tried {candidates})"
+        f"no usual place for a {kind or 'node_local'} tier fits here; give its 'dir' (tried {', '.join(candidates)})"
     )
 
 
@@ -145,6 +148,7 @@ def default_tiers() -> list[Tier]:
         )
     base = tempfile.gettempdir()
     if describe(base).is_memory and os.path.isdir("/var/tmp"):
+        say("%s is memory: passed over", base)
         base = "/var/tmp"
     say("no tiers configured: using two directories in %s (one device; give 'tiers' to use more)", base)
     return [Tier(name=name, dir=base, kind="node_local") for name in ("nvme", "pfs")]

@@ -17,15 +17,19 @@ class StepProgress:
     Parameters
     ----------
     num_steps : int
-        Steps of this run.
+        Number of the last step.
+    first_step : int
+        Steps done before, by the run that this one resumes.
     quiet : bool
         Keep the history, print nothing (other ranks).
     """
 
-    def __init__(self, num_steps: int, quiet: bool = False) -> None:
+    def __init__(self, num_steps: int, first_step: int = 0, quiet: bool = False) -> None:
         self.history: list[dict[str, Any]] = []
         self._num_steps = num_steps
-        self._console = Console(quiet=quiet, soft_wrap=True)
+        self._first_step = first_step
+        # Launchers give ranks a terminal of their own and write what it shows to files: no colours.
+        self._console = Console(quiet=quiet, soft_wrap=True, color_system=None)
         self._begin = self._last = time.perf_counter()
 
     def step(self, loss: float, text_tokens: int, report: dict[str, Any]) -> None:
@@ -50,18 +54,21 @@ class StepProgress:
         found = entry["cache_hits"] + entry["cache_misses"]
         tiers = "  ".join(f"{name} {_rate(tier)} GB/s" for name, tier in entry["tiers"].items())
         return (
-            f"step {len(self.history)}/{self._num_steps}  loss {entry['loss']:.3f}  "
+            f"step {self._first_step + len(self.history)}/{self._num_steps}  loss {entry['loss']:.3f}  "
             f"{entry['text_tokens'] / entry['iteration_s']:,.0f} text tokens/s  {tiers}  "
             f"cache {entry['cache_hits']}/{found}"
         )
 
     def _left(self) -> str:
         done = len(self.history)
-        seconds = (time.perf_counter() - self._begin) / done * (self._num_steps - done)
+        seconds = (time.perf_counter() - self._begin) / done * (self._num_steps - self._first_step - done)
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
     def summary(self) -> None:
         """Print a table of what an iteration took and moved."""
+        if not self.history:
+            self._console.print(f"nothing to do: step {self._first_step} of {self._num_steps} is reached")
+            return
         table = Table(title="a step, on average without the first", title_justify="left")
         table.add_column("what")
         table.add_column("value", justify="right")

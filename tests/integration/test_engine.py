@@ -61,7 +61,7 @@ def test_kill_9_leaves_nothing(tmp_path, dirs):
         env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"},
     )  # fmt: skip
     for line in process.stdout:
-        if "tiers: t0" in line:
+        if "tiers: unnamed files in t0" in line:
             break
     process.kill()
     process.wait()
@@ -127,6 +127,7 @@ BAD_INPUT = {
         ["rank 1 on", "/no/x", "create the directory"],
     ),
     "budget": ({"host_memory": 1000}, ["smallest that works is", "bytes a node", "Raise 'host_memory'"]),
+    "more memory than there is": ({"host_memory": 10**15}, ["'host_memory' is 1,000,000,000,000,000", "use less"]),
     "unknown key": ({"section": {"tires": 1}}, ["'tires'", "valid keys"]),
     "ranks disagree": ({"by_rank": {"1": {"host_memory": 500_000}}}, ["ranks disagree", "500000"]),
     "ranks disagree by environment": (

@@ -16,10 +16,10 @@ from mlpo_hpc.cluster.launch import free_port
 from tests.ranks import ROOT
 
 EXAMPLE = [sys.executable, "examples/pretrain_gpt.py"]
-TINY = ["--size", "tiny", "--steps", "4", "--context", "64", "--host-memory", "12MB"]
+TINY = ["--size", "tiny", "--steps", "4", "--context", "64"]
 
 
-def example(tmp_path, *arguments, launcher=(), env=None):
+def example(tmp_path, *arguments, launcher=(), env=None, config=None):
     """Run it; return what it printed and the figures of its steps."""
     tiers = []
     for name in ("nvme", "pfs"):
@@ -28,7 +28,8 @@ def example(tmp_path, *arguments, launcher=(), env=None):
     out = ["--out", str(tmp_path / "out")]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     full = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path, **(env or {})}
-    command = [*launcher, *EXAMPLE, *TINY, *tiers, *out, *arguments]
+    where = ["--config", config] if config else ["--host-memory", "12MB", *tiers]
+    command = [*launcher, *EXAMPLE, *TINY, *where, *out, *arguments]
     done = subprocess.run(command, env=full, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert [*(tmp_path / "nvme").iterdir(), *(tmp_path / "pfs").iterdir()] == []
@@ -80,8 +81,12 @@ def test_mpirun_and_torchrun_train_the_same(tmp_path):
 
 
 DYING = """
+import torch
+from mlpo_hpc.cluster import launch
 from mlpo_hpc.cluster.node import start_mpi
+launch.prepare()
 world = start_mpi()
+torch.distributed.init_process_group("gloo")  # wraps the hook of exceptions
 if world.rank == world.size - 1:
     raise RuntimeError("this rank is gone")
 world.Barrier()  # where the others would wait for ever
@@ -107,8 +112,12 @@ def test_stopped_and_resumed_it_goes_on_as_if_nothing_had_been(tmp_path):
     _, whole = example(straight, "--steps", "6")
     checkpoint = ["--checkpoint", str(halves / "ckpt")]
     _, first = example(halves, "--steps", "3", *checkpoint)
-    _, second = example(halves, "--steps", "6", *checkpoint)
+    text, second = example(halves, "--steps", "6", *checkpoint)
+    assert "at step 3" in text
+    assert "step 4/6" in text
     assert losses(first) + losses(second) == losses(whole)
+    text, _ = example(halves, "--steps", "6", *checkpoint)  # submitted once more
+    assert "nothing to do: step 6 of 6 is reached" in text
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -130,7 +139,7 @@ def test_other_types_and_accumulation(tmp_path, dtype):
             }
         )
     )
-    _, figures = example(tmp_path, "--config", str(config), "--dtype", dtype, env={"MLPO_HPC_HOST_MEMORY": "16MB"})
+    _, figures = example(tmp_path, config=str(config), env={"MLPO_HPC_HOST_MEMORY": "16MB"})
     assert list(figures[0]["tiers"]) == ["nvme"], "DeepSpeed's nvme_path became a tier"
     assert figures[-1]["loss"] < figures[0]["loss"]
 
@@ -221,6 +230,21 @@ def test_the_readme_s_example_runs_as_it_stands(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "cache_hits" in done.stdout
     assert list((tmp_path / "tmp").rglob("mlpo*")) == [], "the embedded default's directories are gone"
+
+
+def test_a_mistake_is_said_in_words_once_on_any_number_of_ranks(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    mpirun = [str(ROOT / ".ci/mpirun"), "2"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path}
+    for launcher in ([*torchrun, "--master-port", str(free_port())], mpirun):
+        command = [*launcher, *EXAMPLE, *TINY, "--tier", f"a={tmp_path}/missing"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        text = done.stdout + done.stderr
+        assert done.returncode != 0
+        assert text.count("the offload engine cannot start") == 1, text
+        assert "What to do: create the directory" in text
+        assert "Traceback" not in text, text
 
 
 def test_nothing_is_compiled(tmp_path):

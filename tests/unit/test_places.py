@@ -57,6 +57,8 @@ def test_two_tiers_on_one_device_are_warned_of(tmp_path, caplog):
     caplog.clear()
     find_places(with_tiers(tmp_path / "a"))
     assert "on one device" not in caplog.text
+    with pytest.raises(ConfigError, match="given to two tiers"):
+        find_places(with_tiers(tmp_path / "a", tmp_path / "a"))
 
 
 @pytest.mark.parametrize("variable", place.BATCH_JOB_VARIABLES)
