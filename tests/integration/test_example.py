@@ -244,7 +244,7 @@ def test_a_mistake_is_said_in_words_once_on_any_number_of_ranks(tmp_path):
         assert done.returncode != 0
         assert text.count("the offload engine cannot start") == 1, text
         assert "What to do: create the directory" in text
-        assert "Traceback" not in text, text
+        assert 'pretrain_gpt.py", line' not in text, "no traceback of ours; torchrun shows one of its own"
 
 
 def test_nothing_is_compiled(tmp_path):
