@@ -19,6 +19,7 @@ from mlpo_hpc.state.layout import lay_out, least_host_bytes
 from mlpo_hpc.state.pipeline import Phase, Pipeline
 from mlpo_hpc.state.table import Record, Table
 from mlpo_hpc.storage.tier import StorageTier
+from mlpo_hpc.tokens.base import Turn
 from tests.containers import MemoryContainer
 
 BLOCK = 4096
@@ -272,6 +273,46 @@ def test_residents_end_in_host_memory_or_nowhere():
 def test_tiers_without_room_are_refused_at_layout():
     with pytest.raises(TierFull, match="room"):
         lay_out([10 * BLOCK], BLOCK, [1.0, 1.0], [5 * BLOCK, 5 * BLOCK])
+
+
+def test_tokens_are_taken_by_io_threads_alone_and_held_only_while_bytes_move(monkeypatch):
+    """Buffer, slot and budget are in hand before; nothing else is waited for under a token."""
+    holding: set[int] = set()  # threads inside a turn
+    stock_enter, stock_leave, stock_acquire = Turn.enter, Turn.leave, cache.Pool.acquire
+
+    def enter(self):
+        assert threading.current_thread().name.startswith("mlpo-")
+        holding.add(threading.get_ident())
+        return stock_enter(self)
+
+    def leave(self):
+        holding.discard(threading.get_ident())
+        stock_leave(self)
+
+    def acquire(self, nbytes):
+        assert threading.get_ident() not in holding, "memory is asked for under a token"
+        return stock_acquire(self, nbytes)
+
+    monkeypatch.setattr(Turn, "enter", enter)
+    monkeypatch.setattr(Turn, "leave", leave)
+    monkeypatch.setattr(cache.Pool, "acquire", acquire)
+    moved = []
+
+    class Container(MemoryContainer):
+        def _note(self, way):
+            moved.append(threading.get_ident() in holding)
+            super()._note(way)
+
+    tiers = [StorageTier("t0", Container(20, BLOCK))]
+    records = [Record(f"subgroup {i}", BLOCK) for i in range(8)]
+    pipeline = Pipeline(Table(records, BLOCK), Pool(3 * BLOCK), tiers, [1.0])
+    fill(pipeline, list(range(8)))
+    step(pipeline, list(range(8)))
+    step(pipeline, list(reversed(range(8))))
+    pipeline.flush()
+    assert len(moved) > 20
+    assert all(moved)
+    pipeline.close()
 
 
 def test_memory_really_goes_back_although_sizes_differ(monkeypatch):
