@@ -111,6 +111,7 @@ def test_an_uncontended_turn_is_short(world: MPI.Intracomm) -> None:
             token.release()
         print(f"acquire + release: {(time.perf_counter() - begin) / 2000 * 1e6:.1f} us", flush=True)
     world.Barrier()
+    assert counters.load(0) == counters.load(1) == 2000, "every ticket came back"
     counters.free()
 
 

@@ -160,8 +160,10 @@ def test_waiting_for_writes_that_do_not_exist_returns_at_once():
     fill(pipeline, [0, 1, 2])
     pipeline.flush()
     pipeline.flush()
+    assert Phase.WRITING not in {resident.phase for resident in pipeline._residents.values()}
     pipeline.close()
     pipeline.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("mlpo-")]
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
