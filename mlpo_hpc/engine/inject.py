@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -241,7 +242,7 @@ def _map_checkpoints(engine: Any) -> None:
         return
 
     def load(path: str, map_location: Any = None) -> Any:
-        zipped = torch.serialization._is_zipfile(open(path, "rb"))  # noqa: SIM115
-        return torch.load(path, map_location=map_location, weights_only=False, mmap=zipped)
+        # Files in torch's old format cannot be mapped.
+        return torch.load(path, map_location=map_location, weights_only=False, mmap=zipfile.is_zipfile(path))
 
     stock.load = load

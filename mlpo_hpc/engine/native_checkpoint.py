@@ -13,7 +13,6 @@ import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 
 from mlpo_hpc.errors import ConfigError, UnsupportedError
-from mlpo_hpc.storage.base import round_up
 from mlpo_hpc.storage.filesystem import describe
 from mlpo_hpc.storage.posix import RawFile
 
@@ -58,7 +57,7 @@ class NativeCheckpoint:
             return [self._look(subgroup) for subgroup in range(num_subgroups)]
         on_disk = [place for place in self._store.places if not place.filesystem.is_memory] or self._store.places
         roomiest = max(on_disk, key=lambda place: describe(place.path).free_bytes)
-        slot_bytes = round_up(max(self._state.nbytes(i) for i in range(num_subgroups)))
+        slot_bytes = max(self._state.nbytes(i) for i in range(num_subgroups))
         file = RawFile(roomiest.path, slot_bytes, num_subgroups)
         try:
             for subgroup in range(num_subgroups):
@@ -90,7 +89,7 @@ class NativeCheckpoint:
         if load_optimizer_states:
             states = self._load_groups(state_dict[OPTIMIZER_STATE_DICT])
         for subgroup, saved in enumerate(weights):
-            self._overwrite(subgroup, saved, states.get(subgroup) if load_optimizer_states else None)
+            self._overwrite(subgroup, saved, states.get(subgroup))
 
     def _check_sizes(self, saved: list[int], size: int | None) -> None:
         if saved != self._state.numels:

@@ -24,11 +24,6 @@ class Layout:
     slots: list[int]
     """Slots of each tier."""
 
-    @property
-    def storage_bytes(self) -> int:
-        """Space that the slots take on all tiers."""
-        return self.chunk_bytes * sum(self.slots)
-
 
 def least_host_bytes(sizes: Sequence[int], scratch_bytes: int, have_tiers: bool) -> int:
     """Host memory of one rank with which every step can finish.

@@ -172,13 +172,14 @@ def _plan(
 
 def _open_tokens(config: OffloadConfig, node: Node, places: list[Place], resources: ExitStack) -> list[TokenPair]:
     """Collective over the training world. One pair of tokens for each tier's directory."""
-    wanted = [
-        Resource(
-            (p.tier.name, p.directory_key(node.host)), p.tier.name, p.path, p.tier.permits or config.tokens.permits
-        )
-        for p in places
-    ]
+    wanted = together(lambda: [_resource(config, node, place) for place in places])
     return open_tokens(config.tokens.backend, wanted, node, config.tokens.timeout_s, resources)
+
+
+def _resource(config: OffloadConfig, node: Node, place: Place) -> Resource:
+    tier = place.tier
+    key = (tier.name, place.directory_key(node.host))
+    return Resource(key, tier.name, place.path, tier.permits or config.tokens.permits)
 
 
 def _open_tiers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -191,6 +190,5 @@ def test_a_fault_in_mid_step_is_said_and_ends_the_world(what, tmp_path, dirs):
     assert any(words in text for words in expected)
     assert "rank 1" in text
     assert any(path in text for path in dirs)
-    assert hasattr(errno, what) is (what in ("ENOSPC", "EDQUOT", "EIO"))
     assert not (tmp_path / "out.0").exists()
     assert [*(tmp_path / "nvme").iterdir(), *(tmp_path / "pfs").iterdir()] == []
