@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from mlpo_hpc.cluster.launch import free_port
+from mlpo_hpc.cluster.network import first_free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,7 +30,7 @@ def run_ranks(num_ranks: int, args: list[str], timeout_s: float, env: dict[str, 
     """Run ``python args...`` on each rank; once one failed the others have 10 s to end by themselves."""
     base = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **(env or {})}
     base = {name: value for name, value in base.items() if value}  # an empty value takes a default away
-    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(first_free_port()), "PYTHONPATH": str(ROOT)}
     base |= {"WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     with ExitStack() as files:
         logs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]

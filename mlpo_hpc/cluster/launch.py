@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
+import importlib.util
 import os
 import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from mlpo_hpc.cluster.network import INTERFACE, address_of, first_free_port, is_free, port_of_job, use_interface
 from mlpo_hpc.errors import ConfigError
 
-PORTS = range(20000, 60000)
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+PMI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PMI_FD")
+"""Set where srun offers processes a way to find each other; ``--mpi=none`` sets none."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ def prepare() -> str:
     """Set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT where they are missing.
 
     Collective over the MPI world under a launcher of MPI, for rank 0 chooses the port there.
+    ``MLPO_HPC_INTERFACE`` names the network interface to meet on.
 
     Returns
     -------
@@ -52,16 +56,19 @@ def prepare() -> str:
     Raises
     ------
     ConfigError
-        If the launcher started several processes that MPI sees as one each.
+        If the launcher started several processes that MPI sees as one each, if there is no such
+        interface, or if the port is in use.
     """
     launcher = find_launcher(os.environ)
     found = ranks(os.environ, launcher)
     for name, value in found.items():
         os.environ.setdefault(name, value)
+    use_interface(os.environ)
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         address, port = _meeting_point(launcher, int(found["WORLD_SIZE"]))
         os.environ.setdefault("MASTER_ADDR", address)
         os.environ.setdefault("MASTER_PORT", str(port))
+    _refuse_busy_port(os.environ)
     return launcher.name if launcher else "single"
 
 
@@ -76,6 +83,14 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
         if launcher.rank in environ and launcher.size in environ and (by_hand or launcher.local_rank in environ):
             return launcher
     return None
+
+
+def mpi_launcher(environ: Mapping[str, str], world_size: int) -> Launcher | None:
+    """The launcher that started the training world as one MPI world; None under torchrun, or without one."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return None
+    outer = find_launcher({name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")})
+    return outer if outer is not None and environ[outer.size] == str(world_size) else None
 
 
 def ranks(environ: Mapping[str, str], launcher: Launcher | None) -> MutableMapping[str, str]:
@@ -98,40 +113,53 @@ def ranks(environ: Mapping[str, str], launcher: Launcher | None) -> MutableMappi
 
 def _meeting_point(launcher: Launcher | None, world_size: int) -> tuple[str, int]:
     if world_size == 1:
-        return "127.0.0.1", free_port()
-    if launcher is not None and launcher.name == "srun":
+        return "127.0.0.1", first_free_port()
+    if launcher is not None and launcher.name == "srun" and not _has_mpi(os.environ):
+        if INTERFACE in os.environ:
+            raise ConfigError(f"{INTERFACE} needs an MPI to tell all ranks the address: set MASTER_ADDR, or use --mpi")
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "localhost")
-        return _first_host(nodes), _port_of_job(os.environ)
+        return _first_host(nodes), port_of_job(_job_step(os.environ))
     return _agree_by_mpi(world_size)
+
+
+def _has_mpi(environ: Mapping[str, str]) -> bool:
+    return any(name in environ for name in PMI_VARIABLES) and importlib.util.find_spec("mpi4py") is not None
 
 
 def _agree_by_mpi(world_size: int) -> tuple[str, int]:
     """Rank 0 picks a free port of its host and tells the others over MPI."""
     from mlpo_hpc.cluster.node import start_mpi
 
-    world = start_mpi()
-    if world.size != world_size:
-        raise ConfigError(
-            f"the launcher started {world_size} processes, but MPI sees a world of {world.size}: mpirun and the MPI "
-            "library that mpi4py loads do not belong together. Use the mpirun of that MPI (see mpi4py.get_config)."
-        )
+    world = start_mpi(world_size)
     hosts = world.allgather(socket.gethostname())
-    address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
-    chosen: tuple[str, int] = world.bcast((address, free_port()) if world.rank == 0 else None)
-    return chosen
+    chosen = world.bcast(_choose(hosts) if world.rank == 0 else None)
+    if isinstance(chosen, ConfigError):
+        chosen.on_all_ranks = True
+        raise chosen
+    address, port = chosen
+    return str(address), int(port)
 
 
-def free_port() -> int:
-    """A TCP port that is free on this host now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _choose(hosts: list[str]) -> tuple[str, int] | ConfigError:
+    try:
+        alone = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
+        address = address_of(os.environ[INTERFACE]) if INTERFACE in os.environ else alone
+        return address, first_free_port(_job_step(os.environ))
+    except ConfigError as error:
+        return error
 
 
-def _port_of_job(environ: Mapping[str, str]) -> int:
-    """The same port on all ranks of a job step, another one for the next."""
-    step = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
-    return PORTS[int(hashlib.sha256(step.encode()).hexdigest(), 16) % len(PORTS)]
+def _refuse_busy_port(environ: Mapping[str, str]) -> None:
+    """Ranks that meet at another program's port would wait there for long; torchrun's agent holds its own."""
+    port = int(environ["MASTER_PORT"])
+    if environ["RANK"] == "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not is_free(port):
+        raise ConfigError(f"MASTER_PORT {port} is in use on {socket.gethostname()}: set another one, or none")
+
+
+def _job_step(environ: Mapping[str, str]) -> str:
+    """Equal on all ranks of a job step, another one for the next; empty outside of jobs."""
+    job = next((environ[name] for name in JOB_VARIABLES if name in environ), "")
+    return f"{job}.{environ.get('SLURM_STEP_ID', '')}" if job else ""
 
 
 def _first_host(nodelist: str) -> str:

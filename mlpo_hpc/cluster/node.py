@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import atexit
+import os
+import shutil
 import socket
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from mlpo_hpc.cluster.verdict import gather, world_rank
+from mlpo_hpc.cluster.launch import mpi_launcher
+from mlpo_hpc.cluster.verdict import gather, together, world_rank
+from mlpo_hpc.errors import ConfigError
+from mlpo_hpc.telemetry.log import warn
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+T = TypeVar("T")
 
 FORWARD_S = 1.0
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Differs between machines, not between the containers of one."""
 
 
 @dataclass(frozen=True)
@@ -30,31 +42,95 @@ class Node:
     """Number of this rank among those of its host."""
     node_size: int
     """Ranks of this job on this host."""
+    machine: str = ""
+    """Tells hosts of one name apart."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for the ranks of a node, and only for them."""
+        return (self.host, self.machine)
 
 
 def find_node() -> Node:
     """Collective over the training world. Find the ranks that share this host."""
-    host = socket.gethostname()
-    hosts = gather(host)
+    mine = (socket.gethostname(), BOOT_ID.read_text().strip() if BOOT_ID.exists() else "")
+    everyone = gather(mine)
     rank = world_rank()
-    return Node(host, rank, len(hosts), hosts[:rank].count(host), hosts.count(host))
+    _warn_of_containers(everyone)
+    return Node(mine[0], rank, len(everyone), everyone[:rank].count(mine), everyone.count(mine), mine[1])
 
 
-def start_mpi() -> MPI.Intracomm:
+def _warn_of_containers(everyone: list[tuple[str, str]]) -> None:
+    for machine in {machine for _, machine in everyone if machine}:
+        hosts = sorted({host for host, theirs in everyone if theirs == machine})
+        if len(hosts) > 1:
+            warn(
+                "hosts %s are containers on one machine: each takes 'host_memory' for itself, and no turns are taken "
+                "between them. Use one container, or divide 'host_memory' and 'capacity' by their number",
+                ", ".join(hosts),
+            )
+
+
+def gather_on_node(node: Node, value: T) -> list[T]:
+    """Collective over the training world. The values of this node's ranks, by node rank."""
+    return [theirs for key, theirs in gather((node.key, value)) if key == node.key]
+
+
+@contextmanager
+def common_folder(node: Node) -> Iterator[Path | None]:
+    """Collective over the training world. A private folder for a moment, seen by all ranks of the node.
+
+    Yields
+    ------
+    Path or None
+        None on all ranks of the job if those of one node do not see the same files (containers).
+    """
+    made = together(lambda: _make_folder() if node.node_rank == 0 else None)
+    try:
+        folder = next(path for path in gather_on_node(node, made) if path is not None)
+        yield folder if all(gather(folder.is_dir())) else None
+    finally:
+        if made is not None:
+            shutil.rmtree(made)
+
+
+def _make_folder() -> Path:
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return Path(tempfile.mkdtemp(prefix="mlpo_hpc-", dir=base))
+
+
+def start_mpi(expected_size: int | None = None) -> MPI.Intracomm:
     """Initialise MPI and return the world; an uncaught exception on any rank then ends all of them.
 
     Raises
     ------
     ImportError
         If mpi4py or the MPI library is missing.
+    ConfigError
+        If the world has another than the expected size: the launcher and the MPI library do not belong together.
     """
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
+    if expected_size is not None and world.size != expected_size:
+        raise ConfigError(_mismatch(world.size, expected_size, MPI.Get_library_version().split(",")[0].splitlines()[0]))
     if world.size > 1 and not isinstance(sys.excepthook, _AbortHook):
         sys.excepthook = _AbortHook(world, sys.excepthook)
         atexit.register(sys.stdout.flush)
     return world
+
+
+def _mismatch(size: int, expected_size: int, library: str) -> str:
+    launcher = mpi_launcher(os.environ, expected_size)
+    name = launcher.name if launcher else "the launcher"
+    if name == "srun":
+        fix = (
+            f"start with 'srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'}' ('srun --mpi=list' shows what "
+            'there is), or do without MPI: "tokens": {"backend": "flock"}'
+        )
+    else:
+        fix = "use the mpirun of the MPI library that mpi4py loads"
+    return f"{name} started {expected_size} processes, but MPI ({library}) sees a world of {size}: {fix}"
 
 
 class _AbortHook:

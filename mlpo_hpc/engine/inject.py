@@ -219,17 +219,40 @@ def _translate_call(given: inspect.BoundArguments, mine: Mapping[str, Any]) -> T
 def _agree(make: Callable[[], Translation]) -> Translation:
     """Collective over the training world. The same configuration on all ranks, or the same error."""
     translation = together(make)
-    mine = {"mlp_offload": translation.offload.model_dump(mode="json"), **translation.ds_config}
-    texts = gather(json.dumps(mine, sort_keys=True, default=repr))
-    odd = [rank for rank, text in enumerate(texts) if text != texts[0]]
-    if odd:
-        error = ConfigError(
-            f"ranks disagree about the configuration: rank {odd[0]} has\n  {texts[odd[0]]}\nrank 0 has\n  {texts[0]}\n"
-            "Give all ranks the same file and the same MLPO_HPC_ variables"
-        )
-        error.on_all_ranks = True
-        raise error
+    mine = {
+        "versions": _versions(),
+        "mlp_offload": translation.offload.model_dump(mode="json"),
+        **translation.ds_config,
+    }
+    everyone = gather(json.loads(json.dumps(mine, sort_keys=True, default=repr)))
+    for rank, theirs in enumerate(everyone):
+        if differences := list(_differences(theirs, everyone[0])):
+            error = ConfigError(
+                f"ranks disagree about the configuration (rank {rank} | rank 0):\n  " + "\n  ".join(differences) + "\n"
+                "Give all ranks the same file, the same MLPO_HPC_ variables and the same environment"
+            )
+            error.on_all_ranks = True
+            raise error
     return translation
+
+
+def _differences(mine: Any, theirs: Any, path: str = "") -> Iterator[str]:
+    """Where two configurations differ, a line each."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in sorted({*mine, *theirs}):
+            yield from _differences(mine.get(key), theirs.get(key), f"{path}.{key}" if path else key)
+    elif mine != theirs:
+        yield f"{path}: {mine} | {theirs}"
+
+
+def _versions() -> dict[str, str]:
+    """Of what must be the same on all ranks."""
+    import deepspeed
+    import torch
+
+    import mlpo_hpc
+
+    return {"mlpo_hpc": mlpo_hpc.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
 
 
 def _map_checkpoints(engine: Any) -> None:

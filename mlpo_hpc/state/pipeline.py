@@ -358,4 +358,4 @@ class Pipeline:
         self._watch.notify()
 
     def _queues(self) -> str:
-        return ", ".join(f"{t.name} {t.reads.queued()} to read, {t.writes.queued()} to write" for t in self.tiers)
+        return ", ".join(tier.status() for tier in self.tiers)

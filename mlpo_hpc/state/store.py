@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlpo_hpc.cluster.memory import AUTO_FRACTION, available_bytes, total_bytes
-from mlpo_hpc.cluster.node import Node
+from mlpo_hpc.cluster.node import Node, gather_on_node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig
 from mlpo_hpc.errors import ConfigError, TierFull, here
 from mlpo_hpc.state.cache import Pool
 from mlpo_hpc.state.layout import Layout, lay_out, least_host_bytes
 from mlpo_hpc.state.pipeline import Pipeline
+from mlpo_hpc.state.sharing import Sharing, share_tiers
 from mlpo_hpc.state.table import Record, Table
-from mlpo_hpc.state.tiers import lock_directories, open_tier, rooms_bytes, tier_weights
+from mlpo_hpc.state.tiers import lock_directories, open_tier, rooms_bytes
 from mlpo_hpc.storage.base import round_up
 from mlpo_hpc.storage.place import Place, find_places
 from mlpo_hpc.storage.tier import StorageTier
 from mlpo_hpc.telemetry.log import say
-from mlpo_hpc.tokens.open import Resource, TokenPair, open_tokens
 
 WORKING_RECORDS = 3
 """Buffers that an order needs whose first subgroups are not in host memory: read, update, write."""
@@ -68,6 +68,8 @@ class Store:
     scratch: memoryview
     """Memory for one 32-bit gradient, out of the same pool."""
     places: list[Place]
+    sharing: dict[str, dict[str, Any]]
+    """What was decided about the tokens of each tier, and why."""
     _resources: ExitStack
     _owner_pid: int = field(default_factory=os.getpid)
 
@@ -75,7 +77,7 @@ class Store:
         """Totals of all tiers, and cache hits and misses, since the start."""
         counts = self.pipeline.counts
         tiers = {tier.name: tier.figures() for tier in self.pipeline.tiers}
-        return {"hits": counts.hits, "misses": counts.misses, "tiers": tiers}
+        return {"hits": counts.hits, "misses": counts.misses, "tiers": tiers, "sharing": self.sharing}
 
     def close(self) -> None:
         """End threads, drop files, locks and memory. Idempotent; nothing in a forked child."""
@@ -89,10 +91,9 @@ def share_bytes(config: OffloadConfig, node: Node, later_bytes: int) -> int:
     ``auto`` is 80 % of what the node has left, once every rank of it has allocated `later_bytes` more
     and the other engines of this process have filled their pools.
     """
-    left = gather((node.host, later_bytes + sum(_promised.values()), available_bytes()))
+    mine = gather_on_node(node, (later_bytes + sum(_promised.values()), available_bytes()))
     if config.host_memory != "auto":
         return int(config.host_memory) // node.node_size
-    mine = [(later, free) for host, later, free in left if host == node.host]
     rest = min(free for _, free in mine) - sum(later for later, _ in mine)
     return max(0, int(AUTO_FRACTION * rest)) // node.node_size
 
@@ -119,12 +120,13 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
         lock_directories(places, node, resources)
         share = share_bytes(config, node, needs.later_bytes)
         together(lambda: _check_budget(config, needs, share, node, have_tiers=bool(places)))
-        layout, weights = _plan(config, node, needs, share, places)
+        alone = not places or needs.fits_in(share)
+        sharing = share_tiers(config, places, node, not all(gather(alone)), resources)
+        layout = _plan(config, node, needs, alone, sharing, places)
         tiers: list[StorageTier] = []
         resources.callback(lambda: _close_all(tiers))
-        tokens = _open_tokens(config, node, places, resources)
-        together(lambda: _open_tiers(config, places, tokens, layout, tiers))
-        store = _assemble(config, needs, share, layout, weights, tiers, places, resources)
+        together(lambda: _open_tiers(config, places, sharing, layout, tiers))
+        store = _assemble(config, needs, share, layout, sharing, tiers, places, resources)
         _describe(config, node, needs, share, layout, tiers)
     return store
 
@@ -145,13 +147,16 @@ def _check_budget(config: OffloadConfig, needs: Needs, share: int, node: Node, h
 
 
 def _plan(
-    config: OffloadConfig, node: Node, needs: Needs, share: int, places: list[Place]
-) -> tuple[Layout, list[float]]:
-    """Collective over the training world. Layout and weights; no slots if all state stays in host memory."""
-    alone = not places or needs.fits_in(share)
-    everyone_alone = all(gather(alone))
-    weights = [1.0] * len(places) if everyone_alone else tier_weights(config, places, node)
+    config: OffloadConfig,
+    node: Node,
+    needs: Needs,
+    alone: bool,
+    sharing: Sequence[Sharing],
+    places: Sequence[Place],
+) -> Layout:
+    """Collective over the training world. Slots on each tier; none if all state stays in host memory."""
     rooms = rooms_bytes(places, node, fills_tiers=not alone)
+    weights = [tier.weight for tier in sharing]
 
     def lay() -> Layout:
         if alone:
@@ -167,27 +172,19 @@ def _plan(
                 "use more nodes"
             ) from error
 
-    return together(lay), weights
-
-
-def _open_tokens(config: OffloadConfig, node: Node, places: list[Place], resources: ExitStack) -> list[TokenPair]:
-    """Collective over the training world. One pair of tokens for each tier's directory."""
-    wanted = together(lambda: [_resource(config, node, place) for place in places])
-    return open_tokens(config.tokens.backend, wanted, node, config.tokens.timeout_s, resources)
-
-
-def _resource(config: OffloadConfig, node: Node, place: Place) -> Resource:
-    tier = place.tier
-    key = (tier.name, place.directory_key(node.host))
-    return Resource(key, tier.name, place.path, tier.permits or config.tokens.permits)
+    return together(lay)
 
 
 def _open_tiers(
-    config: OffloadConfig, places: list[Place], tokens: list[TokenPair], layout: Layout, tiers: list[StorageTier]
+    config: OffloadConfig,
+    places: Sequence[Place],
+    sharing: Sequence[Sharing],
+    layout: Layout,
+    tiers: list[StorageTier],
 ) -> None:
-    for place, pair, num_slots in zip(places, tokens, layout.slots, strict=True):
+    for place, shared, num_slots in zip(places, sharing, layout.slots, strict=True):
         if num_slots:
-            tiers.append(open_tier(config, place, pair, layout.chunk_bytes, num_slots))
+            tiers.append(open_tier(config, place, shared.tokens, layout.chunk_bytes, num_slots))
 
 
 def _close_all(tiers: Sequence[StorageTier]) -> None:
@@ -200,7 +197,7 @@ def _assemble(
     needs: Needs,
     share: int,
     layout: Layout,
-    weights: list[float],
+    sharing: Sequence[Sharing],
     tiers: list[StorageTier],
     places: list[Place],
     resources: ExitStack,
@@ -212,12 +209,14 @@ def _assemble(
     assert scratch is not None, "the budget was checked"
     # `alternate` begins with what the last step kept; `sequential` needs buffers beside what is kept.
     reserve = 0 if config.order == "alternate" or not tiers else WORKING_RECORDS * max(needs.sizes)
-    used = [weight for weight, num_slots in zip(weights, layout.slots, strict=True) if num_slots]
+    used = [shared for shared, num_slots in zip(sharing, layout.slots, strict=True) if num_slots]
     prefetch = None if config.prefetch == "auto" else config.prefetch
     table = Table(needs.records, layout.chunk_bytes)
-    pipeline = Pipeline(table, pool, tiers, used, reserve, prefetch, config.tokens.timeout_s)
+    weights = [shared.weight for shared in used]
+    pipeline = Pipeline(table, pool, tiers, weights, reserve, prefetch, config.tokens.timeout_s)
     resources.callback(pipeline.close)
-    return Store(pipeline, scratch.view(scratch.nbytes), places, resources.pop_all())
+    figures = {tier.name: shared.figures() for tier, shared in zip(tiers, used, strict=True)}
+    return Store(pipeline, scratch.view(scratch.nbytes), places, figures, resources.pop_all())
 
 
 def _describe(

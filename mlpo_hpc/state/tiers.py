@@ -1,4 +1,4 @@
-"""From the places of the configuration to tiers at work: locks, weights, room, containers."""
+"""From the places of the configuration to tiers at work: locks, room, containers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from contextlib import ExitStack
 
 from mlpo_hpc.cluster.node import Node
 from mlpo_hpc.cluster.verdict import gather, together
-from mlpo_hpc.config import OffloadConfig, Static
+from mlpo_hpc.config import OffloadConfig
 from mlpo_hpc.errors import storage_error
 from mlpo_hpc.storage.lock import DirectoryLock
 from mlpo_hpc.storage.place import Place
 from mlpo_hpc.storage.posix import RawFile
-from mlpo_hpc.storage.probe import Bandwidth, quick_bandwidth
 from mlpo_hpc.storage.tier import StorageTier
-from mlpo_hpc.telemetry.log import say
 from mlpo_hpc.tokens.open import TokenPair
 
 
@@ -28,7 +26,7 @@ def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) 
         If another job uses one of them.
     """
     wanted = [place for place in places if not place.ours]
-    mine = together(lambda: [place.directory_key(node.host) for place in wanted])
+    mine = together(lambda: [place.directory_key(node.key) for place in wanted])
     everyone = gather(mine)
     taken = {key for rank, keys in enumerate(everyone) if rank < node.world_rank for key in keys}
 
@@ -45,34 +43,13 @@ def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) 
     together(lock)
 
 
-def tier_weights(config: OffloadConfig, places: Sequence[Place], node: Node) -> list[float]:
-    """Collective over the training world. Placement weight of each tier, equal on the ranks of a node."""
-    if isinstance(config.placement, Static):
-        return list(config.placement.static)
-    if len(places) <= 1:
-        return [1.0] * len(places)
-    rates = together(lambda: [_bandwidth(place).round_trip_bps for place in places])
-    of_node = [theirs for host, theirs in gather((node.host, rates)) if host == node.host]
-    return [sum(column) / len(column) for column in zip(*of_node, strict=True)]
-
-
-def _bandwidth(place: Place) -> Bandwidth:
-    tier = place.tier
-    if tier.read_bps and tier.write_bps:
-        return Bandwidth(tier.read_bps, tier.write_bps)
-    # Every rank probes at the same time, and a nearly full tier must not fail for the probe's sake.
-    probed = quick_bandwidth(place.path, place.filesystem.free_bytes // 16)
-    say("tier %s: %.2f GB/s read, %.2f GB/s write", tier.name, probed.read_bps / 1e9, probed.write_bps / 1e9)
-    return Bandwidth(tier.read_bps or probed.read_bps, tier.write_bps or probed.write_bps)
-
-
 def rooms_bytes(places: Sequence[Place], node: Node, fills_tiers: bool) -> list[int]:
     """Collective over the training world. Bytes that this rank may use on each tier.
 
     What is free on a file system is divided by the tiers and ranks that fill it; `capacity`,
     which is per node, by the ranks of the node.
     """
-    mine = [("" if place.filesystem.is_shared else node.host, place.device_key) for place in places]
+    mine = [("" if place.filesystem.is_shared else node.key, place.device_key) for place in places]
     filling = [key for keys, fills in gather((mine, fills_tiers)) if fills for key in keys]
     rooms = []
     for place, key in zip(places, mine, strict=True):

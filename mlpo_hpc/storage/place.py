@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from mlpo_hpc.config import OffloadConfig, Tier, expand
@@ -47,15 +47,15 @@ class Place:
     """Others use the directory too (`/tmp`): our files lie in one of our own in it, and it is not locked."""
 
     @property
-    def device_key(self) -> tuple[str, object]:
+    def device_key(self) -> tuple[str, Hashable]:
         """Equal for two tiers or ranks of a host that fill the same file system, whatever their `kind` says."""
         return (self.filesystem.mount_point, "shared" if self.filesystem.is_shared else self.filesystem.device)
 
-    def directory_key(self, host: str) -> tuple[object, ...]:
+    def directory_key(self, node_key: Hashable) -> tuple[Hashable, ...]:
         """Equal for two ranks that use the same directory."""
         if self.shared:
             return (self.path,)
-        return (host, self.filesystem.device, os.stat(self.path).st_ino)
+        return (node_key, self.filesystem.device, os.stat(self.path).st_ino)
 
 
 def find_places(config: OffloadConfig) -> list[Place]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mlpo_hpc.storage.base import Container, Slots
 from mlpo_hpc.storage.lane import ReadLane, WriteLane
 from mlpo_hpc.telemetry.log import logger
@@ -19,7 +21,7 @@ class StorageTier:
     container : Container
         Owned: closed with the tier.
     tokens : tuple of Token
-        For reading and for writing.
+        For reading and for writing; the same one twice lets a rank do both in one turn.
     checksum : bool
         Whether chunks are checked.
     """
@@ -31,12 +33,22 @@ class StorageTier:
         self.name = name
         self.container = container
         self.slots = Slots(container.num_slots)
-        self.reads = ReadLane(f"{name}-read", container, Turn(read_token), checksum)
-        self.writes = WriteLane(f"{name}-write", container, Turn(write_token), checksum)
+        reading = Turn(read_token)
+        writing = reading if write_token is read_token else Turn(write_token)
+        self._turns = {"read": reading} if writing is reading else {"read": reading, "write": writing}
+        self.reads = ReadLane(f"{name}-read", container, reading, checksum)
+        self.writes = WriteLane(f"{name}-write", container, writing, checksum)
 
     def figures(self) -> dict[str, Figures]:
-        """Totals of both directions."""
-        return {"read": self.reads.meter.figures(), "write": self.writes.meter.figures()}
+        """Totals of both directions; turns taken for both count as read."""
+        taken = {way: turn.taken for way, turn in self._turns.items()}
+        meters = {"read": self.reads.meter, "write": self.writes.meter}
+        return {way: replace(meter.figures(), taken=taken.get(way, 0)) for way, meter in meters.items()}
+
+    def status(self) -> str:
+        """What is queued and who holds the tokens, for messages."""
+        who = "; ".join(f"token {turn.who()}" for turn in self._turns.values())
+        return f"{self.name} {self.reads.queued()} to read, {self.writes.queued()} to write ({who})"
 
     def close(self) -> None:
         """End the threads and drop the file. Idempotent."""

@@ -30,10 +30,17 @@ class Figures:
     """Time in which at least one chunk was moving."""
     wait_s: float = 0.0
     """Time that threads waited for the token."""
+    taken: int = 0
+    """How often the token was taken."""
 
     def since(self, earlier: Figures) -> Figures:
         """What was added after `earlier`."""
-        return Figures(self.nbytes - earlier.nbytes, self.busy_s - earlier.busy_s, self.wait_s - earlier.wait_s)
+        return Figures(
+            self.nbytes - earlier.nbytes,
+            self.busy_s - earlier.busy_s,
+            self.wait_s - earlier.wait_s,
+            self.taken - earlier.taken,
+        )
 
 
 class Meter:

@@ -92,10 +92,23 @@ def summarise(history: list[dict[str, Any]]) -> dict[str, str]:
     rows["cache hits / misses"] = f"{mean('cache_hits'):.1f} / {mean('cache_misses'):.1f}"
     for name in steps[0]["tiers"]:
         moved = [step["tiers"][name] for step in steps]
-        total = {key: sum(tier[key] for tier in moved) for key in moved[0]}
+        total = {key: sum(tier[key] for tier in moved) for key in moved[0] if key != "tokens"}
+        taken, wait_s = total["tokens_taken"] / len(steps), total["wait_s"] / len(steps)
         rows[f"tier {name}, read / write"] = f"{_rate(total)} GB/s"
-        rows[f"tier {name}, waited for tokens"] = f"{total['wait_s'] / len(steps):.3f} s"
+        rows[f"tier {name}, tokens taken / waited"] = f"{taken:.1f} / {wait_s:.3f} s"
+        rows[f"tier {name}, tokens"] = _sharing(moved[0]["tokens"])
     return rows
+
+
+def _sharing(tokens: dict[str, Any]) -> str:
+    """What was decided about turns on a tier, and the rates that decided it."""
+    text = f"{tokens['scope']} ({tokens['backend']})"
+    if "off_bps" not in tokens:
+        return text
+    return (
+        f"{text}: all at once {tokens['off_bps'] / 1e9:.2f}, by direction {tokens['direction_bps'] / 1e9:.2f}, "
+        f"one rank {tokens['tier_bps'] / 1e9:.2f} GB/s"
+    )
 
 
 def _rate(tier: dict[str, float]) -> str:

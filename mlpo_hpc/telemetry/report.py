@@ -53,21 +53,22 @@ class StepReport:
         update_s : float
             Seconds of the optimizer step.
         totals : dict
-            ``hits``, ``misses`` and ``tiers`` (name -> ``read``/``write`` -> `Figures`) since the start.
+            ``hits``, ``misses`` and ``tiers`` (name -> ``read``/``write`` -> `Figures`) since the start,
+            and ``sharing`` (name -> what was decided about its tokens).
 
         Returns
         -------
         dict
             ``step``, ``forward_s``, ``backward_s``, ``update_s``, ``bytes_read``, ``bytes_written``,
-            ``cache_hits``, ``cache_misses``, and under ``tiers`` for each tier the bytes, seconds
-            and ``wait_s``.
+            ``cache_hits``, ``cache_misses``, and under ``tiers`` for each tier the bytes, seconds,
+            ``wait_s``, ``tokens_taken`` and ``tokens``.
         """
         before = self._before or {"hits": 0, "misses": 0, "tiers": {}}
         nothing = {"read": Figures(), "write": Figures()}
-        tiers = {
-            name: _tier({way: now[way].since(before["tiers"].get(name, nothing)[way]) for way in now})
-            for name, now in totals["tiers"].items()
-        }
+        tiers: dict[str, dict[str, Any]] = {}
+        for name, now in totals["tiers"].items():
+            moved = {way: now[way].since(before["tiers"].get(name, nothing)[way]) for way in now}
+            tiers[name] = {**_tier(moved), "tokens": totals["sharing"][name]}
         report = {
             "step": step,
             "forward_s": phases["forward"],
@@ -90,4 +91,5 @@ def _tier(moved: dict[str, Figures]) -> dict[str, float]:
         "read_s": moved["read"].busy_s,
         "write_s": moved["write"].busy_s,
         "wait_s": moved["read"].wait_s + moved["write"].wait_s,
+        "tokens_taken": moved["read"].taken + moved["write"].taken,
     }

@@ -7,6 +7,9 @@ import time
 from abc import ABC, abstractmethod
 from types import TracebackType
 
+from mlpo_hpc.errors import StorageTimeout, here
+from mlpo_hpc.tokens.process import Process
+
 
 class Token(ABC):
     """Permission for one holder at a time (or `permits` of them) to move bytes on a tier.
@@ -29,6 +32,15 @@ class Token(ABC):
     @abstractmethod
     def wanted(self) -> bool:
         """Whether somebody waits for a permit now."""
+
+    def holders(self) -> list[Process]:
+        """The ranks that hold a permit now, as far as that is known."""
+        return []
+
+    def who(self) -> str:
+        """Say who holds it, for messages."""
+        holders = self.holders()
+        return f"held by {', '.join(map(str, holders))}" if holders else "nobody is known to hold it at this moment"
 
     def free(self) -> None:
         """Give back what it holds of the system; nothing by default. Idempotent."""
@@ -73,6 +85,8 @@ class Turn:
         self._changed = threading.Condition()
         self._inside = 0
         self._entered = 0
+        self.taken = 0
+        """How often the token was taken."""
 
     def enter(self) -> float:
         """Get in; return the seconds waited for the token."""
@@ -83,6 +97,7 @@ class Turn:
             if not self._inside:
                 self._token.acquire()
                 self._entered = 0
+                self.taken += not isinstance(self._token, FreeToken)
             self._inside += 1
             self._entered += 1
         return time.perf_counter() - begin
@@ -94,3 +109,50 @@ class Turn:
             if not self._inside:
                 self._token.release()
                 self._changed.notify_all()
+
+    def who(self) -> str:
+        """Say who holds the token, for messages."""
+        return self._token.who()
+
+
+class BackgroundTurn:
+    """A hold on a token for traffic that may wait: only when nobody else wants it, for one chunk at a time.
+
+    Parameters
+    ----------
+    token : Token
+        The tier's, as the other traffic has it.
+    timeout_s : float
+        Longest wait before `StorageTimeout`.
+    """
+
+    def __init__(self, token: Token, timeout_s: float = 1800.0) -> None:
+        self._token = token
+        self._timeout_s = timeout_s
+        self._one = threading.Lock()
+
+    def enter(self) -> float:
+        """Get in once the token is free and unwanted; return the seconds waited.
+
+        Raises
+        ------
+        StorageTimeout
+            If that did not come within `timeout_s`.
+        """
+        begin = time.monotonic()
+        self._one.acquire()
+        while self._token.locked() or self._token.wanted():
+            waited_s = time.monotonic() - begin
+            if waited_s > self._timeout_s:
+                self._one.release()
+                raise StorageTimeout(
+                    f"background traffic got no turn within {self._timeout_s:.0f} s on {here()}; {self._token.who()}"
+                )
+            time.sleep(min(max(50e-6, waited_s / 8), 0.01))
+        self._token.acquire()
+        return time.monotonic() - begin
+
+    def leave(self) -> None:
+        """Give the token back."""
+        self._token.release()
+        self._one.release()

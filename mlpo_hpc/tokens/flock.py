@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 import time
 import weakref
+from pathlib import Path
 
 from mlpo_hpc.tokens.base import Token
+from mlpo_hpc.tokens.process import Process
 
-_open_files: weakref.WeakSet[FlockToken] = weakref.WeakSet()
+LOCK_TABLE = Path("/proc/locks")
+
+_open_tokens: weakref.WeakSet[FlockToken] = weakref.WeakSet()
 
 
 class FlockToken(Token):
@@ -21,17 +24,23 @@ class FlockToken(Token):
 
     Parameters
     ----------
+    name : str
+        Tier and direction.
     paths : list of str
-        One existing file for each permit; they may be removed once all ranks opened them.
+        One file for each permit, made if need be; they may be removed once all ranks opened them.
     node_rank : int
         Spreads the waiters over the files.
+    processes : list of Process
+        The ranks of the node, to name holders.
     """
 
-    def __init__(self, paths: list[str], node_rank: int) -> None:
-        self._fds = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths]
+    def __init__(self, name: str, paths: list[str], node_rank: int, processes: list[Process]) -> None:
+        self.name = name
+        self._fds = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in paths]
         self._mine = node_rank % len(self._fds)
+        self._processes = {process.pid: process for process in processes}
         self._held: int | None = None
-        _open_files.add(self)
+        _open_tokens.add(self)
 
     def acquire(self) -> float:
         """Take the first free file, else wait for one of them; return the seconds waited."""
@@ -54,14 +63,23 @@ class FlockToken(Token):
 
     def locked(self) -> bool:
         for fd in self._fds:
-            if fd != self._held and _try_lock(fd):
+            if fd == self._held:
+                continue
+            if _try_lock(fd):
                 fcntl.flock(fd, fcntl.LOCK_UN)
                 return False
         return True
 
     def wanted(self) -> bool:
-        """The kernel does not tell who waits: always perhaps."""
-        return True
+        """Whether the kernel's table shows a waiter; without a table: perhaps."""
+        return not LOCK_TABLE.exists() or bool(self._pids(waiting=True))
+
+    def holders(self) -> list[Process]:
+        return [self._processes[pid] for pid in self._pids(waiting=False) if pid in self._processes]
+
+    def _pids(self, waiting: bool) -> list[int]:
+        files = [os.fstat(fd) for fd in self._fds]
+        return _lock_owners({(status.st_dev, status.st_ino) for status in files}, waiting)
 
     def free(self) -> None:
         """Close the files. Idempotent."""
@@ -78,19 +96,24 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
+def _lock_owners(files: set[tuple[int, int]], waiting: bool) -> list[int]:
+    """Processes that hold, or wait for, a lock on files given as (device, inode): proc_locks(5)."""
+    pids = []
+    for line in LOCK_TABLE.read_text().splitlines() if LOCK_TABLE.exists() else ():
+        # "3: -> FLOCK  ADVISORY  WRITE 4711 08:01:1234 0 EOF", the arrow for a waiter
+        fields = line.split()[1:]
+        waits = fields[0] == "->"
+        kind, _, _, pid, where = fields[waits : waits + 5]
+        major, minor, inode = where.split(":")
+        device = os.makedev(int(major, 16), int(minor, 16))
+        if kind == "FLOCK" and waits == waiting and (device, int(inode)) in files:
+            pids.append(int(pid))
+    return pids
+
+
 def _close_in_child() -> None:
-    for token in list(_open_files):
+    for token in list(_open_tokens):
         token.free()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def make_lock_files(count: int) -> tuple[str, list[str]]:
-    """A private folder on this node with empty files to lock; the caller removes it when all have opened them."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = tempfile.mkdtemp(prefix="mlpo_hpc-", dir=base)
-    paths = [os.path.join(folder, str(index)) for index in range(count)]
-    for path in paths:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-    return folder, paths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Hashable
 
 from mlpo_hpc.errors import StorageTimeout, here
 from mlpo_hpc.tokens.base import Token
@@ -76,14 +77,13 @@ class LocalToken(Token):
             return bool(self._waiting)
 
 
-_tokens: dict[tuple[str, str, int], LocalToken] = {}
+_tokens: dict[tuple[Hashable, str, int], LocalToken] = {}
 _tokens_lock = threading.Lock()
 
 
-def local_token(path: str, direction: str, permits: int, timeout_s: float) -> LocalToken:
-    """The one token of this process for a tier's directory and a direction."""
+def local_token(key: Hashable, name: str, permits: int, timeout_s: float) -> LocalToken:
+    """The one token of this process for a tier's device and a direction."""
     with _tokens_lock:
-        key = (path, direction, permits)
-        if key not in _tokens:
-            _tokens[key] = LocalToken(f"{direction} in {path}", permits, timeout_s)
-        return _tokens[key]
+        if (key, name, permits) not in _tokens:
+            _tokens[key, name, permits] = LocalToken(name, permits, timeout_s)
+        return _tokens[key, name, permits]

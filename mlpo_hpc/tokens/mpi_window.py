@@ -6,18 +6,29 @@ schemes do per operation needs the target's attention, and a rank inside a write
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Hashable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from mlpo_hpc.cluster.node import start_mpi
-from mlpo_hpc.errors import ConfigError
+from mlpo_hpc.cluster.launch import mpi_launcher
+from mlpo_hpc.cluster.node import Node, gather_on_node, start_mpi
+from mlpo_hpc.cluster.verdict import gather, together
+from mlpo_hpc.errors import MlpoError
 from mlpo_hpc.tokens.ticket import Counters
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 WORDS_PER_LINE = 16  # 128 bytes: neighbouring counters must not share what processors fetch together
+TOKENS_PER_WINDOW = 32
+SHARED_MEMORY = Path("/dev/shm")
+SPARE_BYTES = 2**20
+"""What MPI wants there besides, for its own use of a window."""
 
 
 class WindowCounters(Counters):
@@ -36,7 +47,7 @@ class WindowCounters(Counters):
 
         self._mpi = MPI
         self._comm = node_comm
-        nbytes = 8 * WORDS_PER_LINE * num_counters
+        nbytes = window_bytes(num_counters)
         self._window: Any = MPI.Win.Allocate_shared(nbytes if node_comm.rank == 0 else 0, 8, comm=node_comm)
         memory: Any = self._window.Shared_query(0)[0]
         self._words = np.ndarray(WORDS_PER_LINE * num_counters, np.int64, buffer=memory)
@@ -70,28 +81,87 @@ class WindowCounters(Counters):
             window.Free()
 
 
-def node_communicator(world_rank: int, world_size: int, node_size: int) -> MPI.Intracomm:
-    """Collective over the MPI world. The ranks of this node, as MPI sees them.
+def window_bytes(num_counters: int) -> int:
+    """Shared memory that a window takes."""
+    return 8 * WORDS_PER_LINE * num_counters
+
+
+def why_not(node: Node) -> str:
+    """Collective over the training world. Why tokens cannot go by MPI here; empty on all ranks if they can.
 
     Raises
     ------
     ConfigError
-        If MPI's world is not the training world, its thread level is too low, or it sees other
-        neighbours than the host names tell (two containers on one node).
+        If the launcher started one world and MPI sees another.
     """
-    world = start_mpi()
+    if reasons := list(filter(None, gather(together(lambda: _obstacle(node))))):
+        return str(reasons[0])
+    # All ranks are in one MPI world now, so a collective call is safe.
+    node_comm = node_communicator()
+    neighbours = ""
+    if node_comm.size != node.node_size:
+        neighbours = f"MPI sees {node_comm.size} ranks that share memory, but {node.node_size} are on host {node.host}"
+    return next(filter(None, gather(neighbours)), "")
+
+
+def _obstacle(node: Node) -> str:
+    if node.world_size > 1 and mpi_launcher(os.environ, node.world_size) is None:
+        return "these processes were not started as one MPI world (srun and mpirun do that, torchrun does not)"
+    try:
+        world = start_mpi(node.world_size)
+    except (ImportError, RuntimeError) as error:
+        return f"mpi4py or its MPI library is missing ({error})"
     from mpi4py import MPI
 
-    if (world.rank, world.size) != (world_rank, world_size):
-        raise ConfigError(
-            f"tokens.backend 'mpi' needs MPI's world to be the training world, but MPI sees rank {world.rank} of "
-            f"{world.size} and torch rank {world_rank} of {world_size}. Start with srun or mpirun, or use 'flock'"
-        )
+    if world.rank != node.world_rank:
+        return f"MPI's rank {world.rank} is torch's rank {node.world_rank}: leave RANK to us, or set it as MPI has it"
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise ConfigError("tokens.backend 'mpi' needs MPI_THREAD_MULTIPLE, which this MPI does not give: use 'flock'")
-    node_comm: Any = world.Split_type(MPI.COMM_TYPE_SHARED)
-    if node_comm.size != node_size:
-        raise ConfigError(
-            f"MPI sees {node_comm.size} ranks that share memory, but {node_size} have this host name: use 'flock'"
-        )
-    return cast("MPI.Intracomm", node_comm)
+        return "this MPI does not give MPI_THREAD_MULTIPLE"
+    if SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        needed = window_bytes(TOKENS_PER_WINDOW * (2 + node.node_size)) + SPARE_BYTES
+        if free < needed:
+            return f"{SHARED_MEMORY} of host {node.host} has {free:,} free bytes, {needed:,} are needed"
+    return ""
+
+
+@cache
+def node_communicator() -> MPI.Intracomm:
+    """Collective over the MPI world at the first call. The ranks of this node, for the life of the process."""
+    from mpi4py import MPI
+
+    comm: Any = start_mpi().Split_type(MPI.COMM_TYPE_SHARED)
+    return cast("MPI.Intracomm", comm)
+
+
+_windows: list[WindowCounters] = []
+_tokens: dict[Hashable, tuple[WindowCounters, int]] = {}
+"""Window and first counter of every token that the engines of this process have used."""
+
+
+def token_counters(
+    node: Node, keys: Sequence[Hashable], counters_per_token: int
+) -> dict[Hashable, tuple[WindowCounters, int]]:
+    """Collective over the training world. Counters for tokens, the same for the same key on a node.
+
+    Windows live as long as the process: freeing one is collective, and a rank that fails must not
+    wait for the others. MPI drops them at its end.
+
+    Parameters
+    ----------
+    node : Node
+        This rank's place.
+    keys : sequence of hashable
+        Equal on the ranks of a node, in the same order.
+    counters_per_token : int
+        Counters that each needs.
+    """
+    counts = gather_on_node(node, len(_tokens))
+    if len(set(counts)) > 1:
+        raise MlpoError(f"ranks of host {node.host} have opened different numbers of tokens before: {counts}")
+    for key in keys:
+        if key not in _tokens:
+            if len(_tokens) == TOKENS_PER_WINDOW * len(_windows):
+                _windows.append(WindowCounters(node_communicator(), TOKENS_PER_WINDOW * counters_per_token))
+            _tokens[key] = (_windows[-1], len(_tokens) % TOKENS_PER_WINDOW * counters_per_token)
+    return {key: _tokens[key] for key in keys}

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from mlpo_hpc.cluster.node import Node
-from mlpo_hpc.cluster.verdict import gather, together
+from mlpo_hpc.cluster.node import Node, common_folder, gather_on_node
+from mlpo_hpc.cluster.verdict import gather, raise_together, together
+from mlpo_hpc.errors import ConfigError
 from mlpo_hpc.tokens.base import FreeToken, Token
 from mlpo_hpc.tokens.local import local_token
+from mlpo_hpc.tokens.process import Process
 
 TokenPair = tuple[Token, Token]
 """For reading and for writing."""
 
+WAYS = ("reading", "writing")
+
+CONTAINERS = "ranks of one host do not see each other's files (containers?)"
+
 
 @dataclass(frozen=True)
 class Resource:
-    """What takes turns: a tier's directory.
+    """What takes turns: a tier's device.
 
     Ranks of a node whose `key` is equal share its tokens.
     """
 
     key: Hashable
     name: str
-    path: str
     permits: int
+
+
+def pick_backend(node: Node) -> tuple[str, str]:
+    """Collective over the training world. What ``auto`` means here, and why.
+
+    Raises
+    ------
+    ConfigError
+        If the launcher started one world and MPI sees another.
+    """
+    if max(gather(node.node_size)) == 1:
+        return "local", "no node has two ranks of this job"
+    with common_folder(node) as folder:
+        if folder is None:
+            return "off", CONTAINERS
+    reason = _why_not_mpi(node)
+    return ("flock", reason) if reason else ("mpi", "MPI's world is the training world")
 
 
 def open_tokens(
@@ -37,7 +58,7 @@ def open_tokens(
     Parameters
     ----------
     backend : str
-        ``mpi``, ``flock``, ``local``, ``off`` or ``auto`` (``local``).
+        ``mpi``, ``flock``, ``local`` or ``off``.
     resources : sequence of Resource
         Of this rank.
     node : Node
@@ -54,65 +75,70 @@ def open_tokens(
     """
     if backend == "off":
         return [(FreeToken(), FreeToken()) for _ in resources]
-    if backend in ("auto", "local"):
-        return [
-            (local_token(r.path, "reading", r.permits, timeout_s), local_token(r.path, "writing", r.permits, timeout_s))
-            for r in resources
-        ]
+    if backend == "local":
+        return [(_local(r, 0, timeout_s), _local(r, 1, timeout_s)) for r in resources]
     mine = [(resource.key, resource.permits) for resource in resources]
-    of_node = [theirs for host, theirs in gather((node.host, mine)) if host == node.host]
-    shared = list(dict.fromkeys(entry for theirs in of_node for entry in theirs))
-    numbers = [shared.index(entry) for entry in mine]
-    if backend == "mpi":
-        return _open_mpi(resources, numbers, len(shared), node, timeout_s)
-    return _open_flock(resources, numbers, [permits for _, permits in shared], node, endings)
+    shared = list(dict.fromkeys(entry for theirs in gather_on_node(node, mine) for entry in theirs))
+    processes = gather_on_node(node, Process.this(node.world_rank, node.host))
+    make = _open_mpi if backend == "mpi" else _open_flock
+    return make(resources, shared, node, processes, timeout_s, endings)
+
+
+def _local(resource: Resource, way: int, timeout_s: float) -> Token:
+    return local_token(resource.key, f"{WAYS[way]} on {resource.name}", resource.permits, timeout_s)
+
+
+def _why_not_mpi(node: Node) -> str:
+    from mlpo_hpc.tokens.mpi_window import why_not
+
+    return why_not(node)
 
 
 def _open_mpi(
-    resources: Sequence[Resource], numbers: list[int], count: int, node: Node, timeout_s: float
+    resources: Sequence[Resource],
+    shared: list[tuple[Hashable, int]],
+    node: Node,
+    processes: list[Process],
+    timeout_s: float,
+    _endings: ExitStack,
 ) -> list[TokenPair]:
-    """Two tickets for each resource in one window of the node.
+    """Two tickets for each resource in the node's window, the same ones for every engine of a process."""
+    reason = _why_not_mpi(node)
+    raise_together(ConfigError(f"tokens.backend 'mpi' cannot work: {reason}. Use 'flock'") if reason else None)
+    from mlpo_hpc.tokens.mpi_window import token_counters
+    from mlpo_hpc.tokens.ticket import TicketToken
 
-    The window is not freed: that is collective, and a rank that fails must not wait for the others.
-    MPI drops it at its end.
-    """
-    from mlpo_hpc.tokens.mpi_window import WindowCounters, node_communicator
-    from mlpo_hpc.tokens.ticket import Process, TicketToken
+    keys = [(*entry, way) for entry in shared for way in WAYS]
+    places = token_counters(node, keys, TicketToken.num_counters(node.node_size))
 
-    node_comm = together(lambda: node_communicator(node.world_rank, node.world_size, node.node_size))
-    this = Process.this(node.world_rank, node.host)
-    processes = [process for process in gather(this) if process.host == node.host]
-    size = TicketToken.num_counters(node.node_size)
-    counters = WindowCounters(node_comm, 2 * size * count)
-
-    def token(resource: Resource, number: int, way: int) -> TicketToken:
-        name = f"{('reading', 'writing')[way]} on {resource.name}"
-        base = size * (2 * number + way)
+    def token(resource: Resource, way: str) -> Token:
+        counters, base = places[resource.key, resource.permits, way]
+        name = f"{way} on {resource.name}"
         return TicketToken(name, counters, base, resource.permits, node.node_rank, processes, timeout_s)
 
-    return [(token(r, number, 0), token(r, number, 1)) for r, number in zip(resources, numbers, strict=True)]
+    return [(token(r, WAYS[0]), token(r, WAYS[1])) for r in resources]
 
 
 def _open_flock(
-    resources: Sequence[Resource], numbers: list[int], permits: list[int], node: Node, endings: ExitStack
+    resources: Sequence[Resource],
+    shared: list[tuple[Hashable, int]],
+    node: Node,
+    processes: list[Process],
+    _timeout_s: float,
+    endings: ExitStack,
 ) -> list[TokenPair]:
-    """Lock files made by the node's first rank, opened by all, and removed at once."""
-    from mlpo_hpc.tokens.flock import FlockToken, make_lock_files
+    """Lock files in a folder of the node, opened by all and removed at once."""
+    from mlpo_hpc.tokens.flock import FlockToken
 
-    made = together(lambda: make_lock_files(2 * sum(permits)) if node.node_rank == 0 else None)
-    paths = next(entry[1][1] for entry in gather((node.host, made)) if entry[0] == node.host and entry[1])
-    starts = [2 * sum(permits[:number]) for number in range(len(permits))]
+    with common_folder(node) as folder:
+        error = ConfigError(f"tokens.backend 'flock' cannot work: {CONTAINERS}. Use 'off'")
+        raise_together(error if folder is None else None)
 
-    def token(resource: Resource, number: int, way: int) -> FlockToken:
-        begin = starts[number] + way * resource.permits
-        opened = FlockToken(paths[begin : begin + resource.permits], node.node_rank)
-        endings.callback(opened.free)
-        return opened
+        def token(resource: Resource, way: str) -> Token:
+            number = shared.index((resource.key, resource.permits))
+            paths = [f"{folder}/{number}-{way}-{permit}" for permit in range(resource.permits)]
+            opened = FlockToken(f"{way} on {resource.name}", paths, node.node_rank, processes)
+            endings.callback(opened.free)
+            return opened
 
-    try:
-        return together(
-            lambda: [(token(r, number, 0), token(r, number, 1)) for r, number in zip(resources, numbers, strict=True)]
-        )
-    finally:
-        if made is not None:
-            shutil.rmtree(made[0])
+        return together(lambda: [(token(r, WAYS[0]), token(r, WAYS[1])) for r in resources])

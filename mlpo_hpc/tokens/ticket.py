@@ -8,18 +8,18 @@ looked for, and its end ends the job.
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from pathlib import Path
 
 from mlpo_hpc.errors import MlpoError, StorageTimeout, here
 from mlpo_hpc.telemetry.log import logger
 from mlpo_hpc.tokens.base import Token
+from mlpo_hpc.tokens.process import Process
 
 FIRST_SLEEP_S = 50e-6
 LONGEST_SLEEP_S = 10e-3
+PART_OF_WAIT = 1 / 8
+"""A waiter sleeps for this part of what it has waited, so that it comes that much late at most."""
 LOOK_S = 1.0  # between two looks whether the others still live
 REPORT_S = 60.0
 
@@ -38,34 +38,6 @@ class Counters(ABC):
     @abstractmethod
     def store(self, index: int, value: int) -> None:
         """Write a counter that only this rank writes."""
-
-
-@dataclass(frozen=True)
-class Process:
-    """A rank's process: its number may be given to another one, its start time not."""
-
-    world_rank: int
-    host: str
-    pid: int
-    start_ticks: int
-
-    @classmethod
-    def this(cls, world_rank: int, host: str) -> Process:
-        """The calling process."""
-        return cls(world_rank, host, os.getpid(), _start_ticks(os.getpid()) or 0)
-
-    def is_alive(self) -> bool:
-        """Whether it still runs on this host."""
-        return _start_ticks(self.pid) == self.start_ticks
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat; None if there is no such process, or only its zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 class TicketToken(Token):
@@ -141,36 +113,30 @@ class TicketToken(Token):
         return self._counters.load(self._next) > self._counters.load(self._served) + self._permits
 
     def holders(self) -> list[Process]:
-        """The ranks that hold a permit now."""
         return [p for i, p in enumerate(self._processes) if self._counters.load(self._holders + i)]
 
     def _is_served(self, ticket: int) -> bool:
         return ticket < self._counters.load(self._served) + self._permits
 
     def _wait(self, ticket: int, begin: float) -> None:
-        sleep_s, look_at, report_at = FIRST_SLEEP_S, begin + LOOK_S, begin + REPORT_S
+        now, look_at, report_at = begin, begin + LOOK_S, begin + REPORT_S
         while not self._is_served(ticket):
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+            time.sleep(min(max(FIRST_SLEEP_S, PART_OF_WAIT * (now - begin)), LONGEST_SLEEP_S))
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + LOOK_S
                 self._look_for_dead()
             if now >= report_at:
                 report_at = now + REPORT_S
-                logger.warning("waiting for %s since %.0f s on %s; %s", self.name, now - begin, here(), self._who())
+                logger.warning("waiting for %s since %.0f s on %s; %s", self.name, now - begin, here(), self.who())
             if now - begin > self._timeout_s:
                 raise StorageTimeout(
-                    f"no permit for {self.name} within {self._timeout_s:.0f} s on {here()}; {self._who()}. "
+                    f"no permit for {self.name} within {self._timeout_s:.0f} s on {here()}; {self.who()}. "
                     "Check that tier's file system, or raise 'tokens.timeout_s'."
                 )
 
     def _look_for_dead(self) -> None:
         dead = [process for process in self._processes if not process.is_alive()]
         if dead:
-            names = ", ".join(f"rank {p.world_rank} (process {p.pid} on {p.host})" for p in dead)
+            names = ", ".join(map(str, dead))
             raise MlpoError(f"{names} died; {here()} cannot get {self.name} any more. Look at that rank's output.")
-
-    def _who(self) -> str:
-        holders = [f"rank {p.world_rank} (process {p.pid} on {p.host})" for p in self.holders()]
-        return f"held by {', '.join(holders)}" if holders else "nobody holds it at this moment"

@@ -128,17 +128,24 @@ BAD_INPUT = {
     "budget": ({"host_memory": 1000}, ["smallest that works is", "bytes a node", "Raise 'host_memory'"]),
     "more memory than there is": ({"host_memory": 10**15}, ["'host_memory' is 1,000,000,000,000,000", "use less"]),
     "unknown key": ({"section": {"tires": 1}}, ["'tires'", "valid keys"]),
-    "ranks disagree": ({"by_rank": {"1": {"host_memory": 500_000}}}, ["ranks disagree", "500000"]),
+    "ranks disagree": (
+        {"by_rank": {"1": {"host_memory": 500_000}}},
+        ["ranks disagree", "mlp_offload.host_memory: 500000 | "],
+    ),
     "ranks disagree by environment": (
         {"by_rank": {"1": {"env": {"MLPO_HPC_ORDER": "sequential"}}}},
-        ["ranks disagree", "sequential"],
+        ["ranks disagree", "mlp_offload.order: sequential | alternate"],
+    ),
+    "another version on one rank": (
+        {"by_rank": {"1": {"version": "9.9"}}},
+        ["ranks disagree", "versions.mlpo_hpc: 9.9 | ", "the same environment"],
     ),
     "unknown key on one rank": ({"by_rank": {"1": {"section": {"ordre": "x"}}}}, ["rank 1 on", "'ordre'"]),
     "too little memory and no tier": ({"dirs": [], "host_memory": 1000}, ["add 'tiers'"]),
     "too small a tier": ({"capacity": 50_000}, ["room for", "t0", "add a tier"]),
     "ranks disagree about DeepSpeed's part": (
         {"by_rank": {"1": {"changes": {"gradient_clipping": 0.5}}}},
-        ["ranks disagree", '"gradient_clipping": 0.5'],
+        ["ranks disagree", "gradient_clipping: 0.5 | "],
     ),
     "stage": ({"changes": {"zero_optimization": {"stage": 2}}}, ["stage 3"]),
     "memory as storage": ({"dirs": ["/dev/shm"]}, ["/dev/shm", "allow_memory"]),

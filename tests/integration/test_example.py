@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlpo_hpc.cluster.launch import free_port
+from mlpo_hpc.cluster.network import first_free_port
 from tests.ranks import ROOT
 
 EXAMPLE = [sys.executable, "examples/pretrain_gpt.py"]
@@ -71,7 +71,7 @@ def test_mpirun_and_torchrun_train_the_same(tmp_path):
         "--nproc-per-node",
         "2",
         "--master-port",
-        str(free_port()),
+        str(first_free_port()),
     ]
     command = [*torchrun, "--no-python"]
     text, two = example(by_torch, "--host-memory", "24MB", launcher=command)
@@ -236,7 +236,7 @@ def test_a_mistake_is_said_in_words_once_on_any_number_of_ranks(tmp_path):
     mpirun = [str(ROOT / ".ci/mpirun"), "2"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path}
-    for launcher in ([*torchrun, "--master-port", str(free_port())], mpirun):
+    for launcher in ([*torchrun, "--master-port", str(first_free_port())], mpirun):
         command = [*launcher, *EXAMPLE, *TINY, "--tier", f"a={tmp_path}/missing"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=ROOT)
         text = done.stdout + done.stderr

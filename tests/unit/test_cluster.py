@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 
 import pytest
 
-from mlpo_hpc.cluster import launch, memory
+from mlpo_hpc.cluster import launch, memory, network, node
 from mlpo_hpc.cluster.memory import _cgroup_headrooms
+from mlpo_hpc.errors import ConfigError
+from tests.ranks import ROOT
 
 
 @pytest.mark.parametrize(
@@ -84,10 +89,96 @@ def test_srun_ranks_meet_at_the_step_s_first_node_and_a_port_of_the_job(monkeypa
     srun = launch.LAUNCHERS[-1]
     address, port = launch._meeting_point(srun, 3)
     assert address == "n07"
-    assert port in launch.PORTS
+    assert port in network.PORTS
     assert launch._meeting_point(srun, 3) == (address, port), "the same on every rank"
     monkeypatch.setenv("SLURM_JOB_ID", "78")
     assert launch._meeting_point(srun, 3)[1] != port
+    monkeypatch.setenv("MLPO_HPC_INTERFACE", "lo")
+    with pytest.raises(ConfigError, match="needs an MPI"):
+        launch._meeting_point(srun, 3)
+
+
+def test_a_port_in_use_is_passed_over_or_refused(monkeypatch):
+    wanted = network.port_of_job("77.0")
+    with socket.socket() as busy:
+        busy.bind(("", wanted))
+        busy.listen()
+        assert not network.is_free(wanted)
+        assert network.first_free_port("77.0") != wanted
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("MASTER_PORT", str(wanted))
+        with pytest.raises(ConfigError, match=f"MASTER_PORT {wanted} is in use"):
+            launch.prepare()
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        launch._refuse_busy_port(os.environ)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+        launch._refuse_busy_port(os.environ)
+    assert network.first_free_port("77.0") == wanted
+
+
+def test_an_interface_is_where_ranks_meet():
+    assert network.address_of("lo") in ("127.0.0.1", "::1")
+    with pytest.raises(ConfigError, match=r"'hsn7'; it has .*lo"):
+        network.address_of("hsn7")
+    environ = {"MLPO_HPC_INTERFACE": "hsn0", "NCCL_SOCKET_IFNAME": "hsn1"}
+    network.use_interface(environ)
+    assert environ["GLOO_SOCKET_IFNAME"] == "hsn0"
+    assert environ["NCCL_SOCKET_IFNAME"] == "hsn1", "what is set already stays"
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        (OPEN_MPI, "Open MPI"),
+        ({**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "4"}, "Open MPI"),  # a wrapper that sets them for each task
+        (SRUN, "srun"),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}, None),  # torchrun under srun
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, None),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),  # one task that started four ranks itself
+        ({}, None),
+    ],
+)
+def test_which_launcher_made_the_training_world_one_of_mpi(environ, name):
+    found = launch.mpi_launcher(environ, 4)
+    assert (found.name if found else None) == name
+
+
+@pytest.mark.parametrize(
+    ("environ", "library", "words"),
+    [
+        (SRUN, "Open MPI v5.0.11", ["srun started 4", "world of 1", "srun --mpi=pmix"]),
+        (SRUN, "MPICH Version: 5.0.2", ["srun --mpi=pmi2", "--mpi=list", "flock"]),
+        (OPEN_MPI, "MPICH Version: 5.0.2", ["Open MPI started 4", "mpirun of the MPI library"]),
+    ],
+)
+def test_n_worlds_of_one_are_told_from_one_of_n(environ, library, words, monkeypatch):
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    text = node._mismatch(1, 4, library)
+    for word in words:
+        assert word in text
+
+
+def test_containers_of_one_machine_are_found_out(caplog):
+    node._warn_of_containers([("n1", "a"), ("n1", "a"), ("n2", "b")])
+    assert caplog.text == ""
+    node._warn_of_containers([("n1", "a"), ("n2", "a")])
+    assert "hosts n1, n2 are containers on one machine" in caplog.text
+
+
+def test_nothing_is_asked_of_other_programs(tmp_path):
+    """No ``hostname``, no ``scontrol``: an empty PATH will do."""
+    code = "import mlpo_hpc, os; mlpo_hpc.init_distributed(); print(os.environ['MASTER_ADDR'])"
+    environ = {"PATH": str(tmp_path), "DS_ACCELERATOR": "cpu", "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "127.0.0.1"
 
 
 def tree(root, files):

@@ -18,7 +18,7 @@ from mlpo_hpc.storage import filesystem, place
 from mlpo_hpc.storage.filesystem import describe
 from mlpo_hpc.storage.lock import DirectoryLock
 from mlpo_hpc.storage.place import find_places
-from mlpo_hpc.storage.probe import quick_bandwidth
+from mlpo_hpc.storage.probe import open_probe
 from mlpo_hpc.tokens.base import FreeToken
 
 
@@ -148,8 +148,17 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
 
 
 def test_a_quick_look_finds_bandwidth_and_leaves_nothing(tmp_path):
-    found = quick_bandwidth(str(tmp_path))
+    with open_probe(str(tmp_path), 2**40) as probe:
+        found = probe.bandwidth()
+        assert probe.chunk_bytes == 8 * 2**20
+        probe.move(3, 5)
     assert found.read_bps > 0
     assert found.write_bps > 0
     assert found.round_trip_bps < min(found.read_bps, found.write_bps)
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_a_nearly_full_tier_is_probed_with_what_is_there(tmp_path):
+    with open_probe(str(tmp_path), 100_000) as probe:
+        assert probe.chunk_bytes == 3 * 4096
+        assert probe.bandwidth().read_bps > 0

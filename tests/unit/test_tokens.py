@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlpo_hpc.errors import MlpoError, StorageTimeout
-from mlpo_hpc.tokens.base import FreeToken, Turn
-from mlpo_hpc.tokens.flock import FlockToken, make_lock_files
+from mlpo_hpc.tokens import ticket
+from mlpo_hpc.tokens.base import BackgroundTurn, FreeToken, Turn
+from mlpo_hpc.tokens.flock import FlockToken
 from mlpo_hpc.tokens.local import LocalToken, local_token
-from mlpo_hpc.tokens.ticket import Counters, Process, TicketToken, _start_ticks
+from mlpo_hpc.tokens.process import Process, start_ticks
+from mlpo_hpc.tokens.ticket import Counters, TicketToken
 
 
 @pytest.mark.parametrize("permits", [1, 2, 3])
@@ -87,9 +90,9 @@ def test_a_wait_that_takes_too_long_is_an_error_and_leaves_the_queue():
     assert token.acquire() == 0.0
 
 
-def test_one_token_a_directory_and_direction():
-    assert local_token("/a", "reading", 1, 1.0) is local_token("/a", "reading", 1, 9.0)
-    assert local_token("/a", "reading", 1, 1.0) is not local_token("/a", "writing", 1, 1.0)
+def test_one_token_a_device_and_direction():
+    assert local_token(("/a", 5), "reading", 1, 1.0) is local_token(("/a", 5), "reading", 1, 9.0)
+    assert local_token(("/a", 5), "reading", 1, 1.0) is not local_token(("/a", 5), "writing", 1, 1.0)
     with pytest.raises(ValueError, match="permit"):
         LocalToken("x", 0)
 
@@ -117,18 +120,29 @@ def test_threads_of_a_rank_share_its_turn_and_give_it_up_when_others_wait():
     assert not token.locked()
 
 
-@pytest.mark.parametrize("permits", [1, 2])
-def test_flock_excludes_between_open_files_and_dies_with_its_process(permits):
-    folder, paths = make_lock_files(permits)
-    tokens = [FlockToken(paths, rank) for rank in range(permits + 1)]
+def flock_tokens(tmp_path, permits, ranks):
+    """Tokens of ranks of this process on files that are removed at once, as in the engine."""
+    folder = tmp_path / "locks"
+    folder.mkdir()
+    paths = [str(folder / str(number)) for number in range(permits)]
+    tokens = [FlockToken("reading on pfs", paths, rank, [Process.this(3, "n1")]) for rank in range(ranks)]
     shutil.rmtree(folder)
+    return tokens
+
+
+@pytest.mark.parametrize("permits", [1, 2])
+def test_flock_excludes_between_open_files_and_dies_with_its_process(permits, tmp_path):
+    tokens = flock_tokens(tmp_path, permits, permits + 1)
     for token in tokens[:permits]:
         token.acquire()
     assert tokens[-1].locked()
+    assert not tokens[-1].wanted()
+    assert f"held by rank 3 (process {os.getpid()} on n1)" in tokens[-1].who()
     got = threading.Event()
     waiter = threading.Thread(target=lambda: (tokens[-1].acquire(), got.set()), daemon=True)
     waiter.start()
     assert not got.wait(0.1)
+    assert tokens[0].wanted()
     tokens[tokens[-1]._mine].free()  # as the kernel does when the process ends
     assert got.wait(5)
     tokens[-1].release()
@@ -139,10 +153,8 @@ def test_flock_excludes_between_open_files_and_dies_with_its_process(permits):
         token.free()
 
 
-def test_a_forked_child_does_not_keep_a_lock():
-    folder, paths = make_lock_files(1)
-    token, other = FlockToken(paths, 0), FlockToken(paths, 1)
-    shutil.rmtree(folder)
+def test_a_forked_child_does_not_keep_a_lock(tmp_path):
+    token, other = flock_tokens(tmp_path, 1, 2)
     token.acquire()
     child = os.fork()
     if child == 0:
@@ -154,6 +166,80 @@ def test_a_forked_child_does_not_keep_a_lock():
     os.waitpid(child, 0)
     other.release()
     other.free()
+
+
+HOLDER = """
+import sys, time
+from mlpo_hpc.tokens.flock import FlockToken
+token = FlockToken("writing on nvme", [sys.argv[1]], 0, [])
+token.acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_with_flock_the_next_waiter_goes_on_when_the_holder_is_killed(tmp_path):
+    path = str(tmp_path / "lock")
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    mine = FlockToken("writing on nvme", [path], 1, [Process(5, "n1", process.pid, 0)])
+    assert mine.who() == f"held by rank 5 (process {process.pid} on n1)"
+    threading.Timer(0.2, process.kill).start()
+    assert 0.1 < mine.acquire() < 30
+    process.wait()
+    process.stdout.close()
+    mine.release()
+    mine.free()
+
+
+@pytest.mark.parametrize("kind", ["local", "ticket", "flock"])
+def test_background_traffic_waits_until_nobody_wants_the_token_and_gives_it_back_after_each_chunk(kind, tmp_path):
+    if kind == "local":
+        tokens = [LocalToken("x")] * 3
+    elif kind == "flock":
+        tokens = flock_tokens(tmp_path, 1, 3)
+    else:
+        counters, here = PlainCounters(5), [Process.this(rank, "here") for rank in range(3)]
+        tokens = [TicketToken("x", counters, 0, 1, rank, here) for rank in range(3)]
+    order = []
+    turn = BackgroundTurn(tokens[2], timeout_s=30)
+
+    def background():
+        for _ in range(2):
+            turn.enter()
+            order.append("background")
+            turn.leave()
+
+    def foreground():
+        tokens[1].acquire()
+        order.append("foreground")
+        tokens[1].release()
+
+    tokens[0].acquire()
+    first, second = threading.Thread(target=background), threading.Thread(target=foreground)
+    first.start()
+    time.sleep(0.05)
+    second.start()  # comes later, and wants it before
+    while not tokens[0].wanted():
+        time.sleep(0.001)
+    assert order == []
+    tokens[0].release()
+    for thread in (first, second):
+        thread.join(30)
+    assert order[0] == "foreground", "who came later goes first"
+    assert order.count("background") == 2
+    assert not tokens[0].locked()
+    for token in tokens:
+        token.free()
+
+
+def test_background_traffic_does_not_wait_for_ever():
+    token = LocalToken("x")
+    token.acquire()
+    turn = BackgroundTurn(token, timeout_s=0.05)
+    for _ in range(2):
+        with pytest.raises(StorageTimeout, match="background traffic got no turn"):
+            turn.enter()
 
 
 class PlainCounters(Counters):
@@ -219,7 +305,7 @@ TestTickets = Tickets.TestCase
 
 def test_a_dead_rank_is_named_not_waited_for():
     process = subprocess.Popen(["sleep", "60"])
-    dead = Process(7, "n1", process.pid, _start_ticks(process.pid))
+    dead = Process(7, "n1", process.pid, start_ticks(process.pid))
     assert dead.is_alive()
     here = [dead, Process.this(1, "n1")]
     counters = PlainCounters(4)
@@ -230,6 +316,26 @@ def test_a_dead_rank_is_named_not_waited_for():
     with pytest.raises(MlpoError, match=rf"rank 7 \(process {process.pid} on n1\) died.*reading on pfs"):
         TicketToken("reading on pfs", counters, 0, 1, 1, here).acquire()
     process.wait()
+
+
+def test_a_waiter_sleeps_longer_the_longer_it_waits(monkeypatch):
+    """About 60 looks in the first 40 ms, then one each 10 ms: little of a core, and never late by much."""
+    now, sleeps = [0.0], []
+    counters, here = PlainCounters(4), [Process.this(rank, "here") for rank in range(2)]
+    holder, waiter = (TicketToken("x", counters, 0, 1, rank, here) for rank in range(2))
+    holder.acquire()
+
+    def sleep(seconds):
+        sleeps.append((now[0], seconds))
+        now[0] += seconds + 60e-6  # a wake-up takes its time
+        if now[0] > 1:
+            holder.release()
+
+    monkeypatch.setattr(ticket.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ticket.time, "sleep", sleep)
+    assert waiter.acquire() == pytest.approx(1, abs=0.02)
+    assert all(seconds <= max(50e-6, waited / 8) + 1e-9 and seconds <= 10e-3 for waited, seconds in sleeps)
+    assert len(sleeps) < 160
 
 
 def test_off_is_always_free():
