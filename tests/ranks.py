@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,14 @@ class Outcome:
     code: int
     text: str
     """Standard output and error together."""
+
+    def finished(self, record: Path) -> bool:
+        """Whether the rank did all its work, by the record that it leaves as its last act, and by its exit code.
+
+        gloo sometimes aborts at interpreter exit when all is done
+        (https://github.com/pytorch/pytorch/issues/190489): that alone does not count.
+        """
+        return record.exists() and self.code in (0, -signal.SIGABRT)
 
 
 def run_ranks(num_ranks: int, args: list[str], timeout_s: float, env: dict[str, str] | None = None) -> list[Outcome]:

@@ -42,11 +42,16 @@ LAUNCHERS = (
 )
 
 
-def prepare() -> str:
+def prepare(have_met: bool = False) -> str:
     """Set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT where they are missing.
 
     Collective over the MPI world under a launcher of MPI, for rank 0 chooses the port there.
     ``MLPO_HPC_INTERFACE`` names the network interface to meet on.
+
+    Parameters
+    ----------
+    have_met : bool
+        Whether somebody else has started torch.distributed already, so that no meeting point is needed.
 
     Returns
     -------
@@ -63,6 +68,8 @@ def prepare() -> str:
     found = ranks(os.environ, launcher)
     for name, value in found.items():
         os.environ.setdefault(name, value)
+    if have_met:
+        return launcher.name if launcher else "single"
     use_interface(os.environ)
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         address, port = _meeting_point(launcher, int(found["WORLD_SIZE"]))

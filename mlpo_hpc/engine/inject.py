@@ -137,11 +137,12 @@ def init_distributed() -> None:
     """Collective over all ranks. See `mlpo_hpc.init_distributed`."""
     return_freed_memory()
     import deepspeed
+    import torch
 
     accelerator = deepspeed.accelerator.get_accelerator()
     started = deepspeed.comm.is_initialized()
     if not started:
-        launch.prepare()
+        launch.prepare(have_met=torch.distributed.is_initialized())
     if accelerator.device_name() != "cpu":
         _pick_device(accelerator)
     if not started:

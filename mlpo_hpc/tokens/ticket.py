@@ -17,10 +17,10 @@ from mlpo_hpc.tokens.base import Token
 from mlpo_hpc.tokens.process import Process
 
 FIRST_SLEEP_S = 50e-6
-LONGEST_SLEEP_S = 10e-3
-PART_OF_WAIT = 1 / 8
+LONGEST_SLEEP_S = 50e-3
+PART_OF_WAIT = 1 / 16
 """A waiter sleeps for this part of what it has waited, so that it comes that much late at most."""
-LOOK_S = 1.0  # between two looks whether the others still live
+LOOK_S = 2.0  # between two looks whether the others still live
 REPORT_S = 60.0
 
 

@@ -32,7 +32,7 @@ def run(scenario, num_ranks, tmp_path, **args):
     results = []
     for rank, outcome in enumerate(outcomes):
         file = tmp_path / f"out.{rank}"
-        assert file.exists(), outcome.text[-4000:]
+        assert outcome.finished(file), outcome.text[-4000:]
         results.append(json.loads(file.read_text()))
     return results
 

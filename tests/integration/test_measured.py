@@ -18,7 +18,7 @@ def measure(scenario, num_ranks, folder, **args):
     outcomes = run_ranks(num_ranks, ["-m", "tests.integration.measure", scenario, json.dumps(args)], timeout_s=200)
     files = [folder / f"out.{rank}" for rank in range(num_ranks)]
     for file, outcome in zip(files, outcomes, strict=True):
-        assert file.exists(), outcome.text[-4000:]
+        assert outcome.finished(file), outcome.text[-4000:]
     return [json.loads(file.read_text()) for file in files]
 
 

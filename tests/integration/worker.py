@@ -261,6 +261,7 @@ def bad_input(args: Args) -> Args:
     for case in args["cases"]:
         mine = case | case.get("by_rank", {}).get(os.environ["RANK"], {})
         os.environ.update(mine.get("env", {}))
+        version, mlpo_hpc.__version__ = mlpo_hpc.__version__, mine.get("version", mlpo_hpc.__version__)
         if "tier" in mine:
             mine["dirs"] = [mine["tier"]]
         if "capacity" in mine:
@@ -271,6 +272,7 @@ def bad_input(args: Args) -> Args:
             errors.append("")
         except mlpo_hpc.MlpoError as error:
             errors.append(str(error))
+        mlpo_hpc.__version__ = version
         for name in mine.get("env", {}):
             del os.environ[name]
     return {"errors": errors, "left": our_threads()}

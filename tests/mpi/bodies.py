@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import tempfile
 import threading
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from mlpo_hpc.cluster import launch
 
@@ -30,7 +34,8 @@ def test_the_training_world_gathers_and_agrees(world: MPI.Intracomm) -> None:
     from mlpo_hpc.cluster.verdict import gather, raise_together
     from mlpo_hpc.errors import ConfigError
 
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     assert gather(world.rank) == list(range(world.size))
     node = find_node()
     assert (node.world_rank, node.world_size) == (world.rank, world.size)
@@ -42,18 +47,17 @@ def test_the_training_world_gathers_and_agrees(world: MPI.Intracomm) -> None:
         text = str(error)
     assert f"rank {last} on" in text
     assert set(world.allgather(text)) == {text}
-    dist.destroy_process_group()
 
 
 def window_tokens(world: MPI.Intracomm, permits: int = 1, timeout_s: float = 60):
     """One token over a window of this node's ranks, and counters beside it that it must protect."""
     from mlpo_hpc.tokens.mpi_window import WindowCounters, node_communicator
-    from mlpo_hpc.tokens.ticket import Process, TicketToken
+    from mlpo_hpc.tokens.process import Process
+    from mlpo_hpc.tokens.ticket import TicketToken
 
-    node_comm = node_communicator(world.rank, world.size, world.size)
     processes = world.allgather(Process.this(world.rank, "here"))
     size = TicketToken.num_counters(world.size)
-    counters = WindowCounters(node_comm, size + 3)
+    counters = WindowCounters(node_communicator(), size + 3)
     token = TicketToken("writing on nvme", counters, 0, permits, world.rank, processes, timeout_s)
     return token, counters, size
 
@@ -61,28 +65,42 @@ def window_tokens(world: MPI.Intracomm, permits: int = 1, timeout_s: float = 60)
 def test_tickets_exclude_and_serve_in_order(world: MPI.Intracomm) -> None:
     """From an I/O thread, as in the engine; the protected counter is written without any atomic operation."""
     token, counters, free = window_tokens(world)
-    turns, order = 200, []
+    turns, waits = 1000, []
 
     def work() -> None:
         rng = random.Random(world.rank)
         for _ in range(turns):
+            served_before = counters.load(1)
             token.acquire()
             ticket, served = counters.load(2 + world.rank) - 1, counters.load(1)
-            order.append(ticket == served)  # all tickets before ours are back, none after it was served
+            assert ticket == served, "all tickets before ours are back, and none after it was served"
+            waits.append(served - served_before)
             value = counters.load(free)
-            if rng.random() < 0.05:
+            if rng.random() < 0.02:
                 time.sleep(0.0005)
             counters.store(free, value + 1)
             assert token.holders() == [token._processes[world.rank]]
             token.release()
+            if rng.random() < 0.02:
+                time.sleep(0.0005)
 
-    thread = threading.Thread(target=work)
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded)
     thread.start()
     thread.join()
+    assert not failures, failures
     world.Barrier()
     assert counters.load(free) == turns * world.size, "somebody else was inside"
-    assert len(order) == turns
-    assert all(order), "first come first served: nobody waits for more than one turn of each other rank"
+    longest = max(world.allgather(sorted(waits)[-len(waits) // 100]))
+    # Between looking and asking a rank may be put to sleep, so that the very longest waits say nothing.
+    assert longest <= world.size, f"99 of 100 turns wait for no more than {world.size} others, but {longest}"
     assert not token.locked()
     counters.free()
     counters.free()
@@ -109,7 +127,7 @@ def test_an_uncontended_turn_is_short(world: MPI.Intracomm) -> None:
         for _ in range(2000):
             token.acquire()
             token.release()
-        print(f"acquire + release: {(time.perf_counter() - begin) / 2000 * 1e6:.1f} us", flush=True)
+        print(f"acquire + release uncontended: {(time.perf_counter() - begin) / 2000 * 1e6:.1f} us", flush=True)
     world.Barrier()
     assert counters.load(0) == counters.load(1) == 2000, "every ticket came back"
     counters.free()
@@ -133,43 +151,231 @@ def test_a_wait_that_takes_too_long_names_the_holder(world: MPI.Intracomm) -> No
     counters.free()
 
 
-def test_the_engine_trains_the_same_with_every_backend(world: MPI.Intracomm) -> None:
-    """Turns change who moves bytes when, never what is computed."""
+def test_a_waiter_hardly_uses_its_core(world: MPI.Intracomm) -> None:
+    """Only said, not asserted: 3 % is the aim."""
+    token, counters, _ = window_tokens(world)
+    if world.rank == 0:
+        token.acquire()
+    world.Barrier()
+    if world.rank == 0:
+        time.sleep(3)
+        token.release()
+    elif world.rank == 1:
+        before, begin = time.process_time(), time.perf_counter()
+        waited_s = token.acquire()
+        used = (time.process_time() - before) / (time.perf_counter() - begin)
+        print(f"a waiter uses {100 * used:.1f} % of a core in {waited_s:.1f} s", flush=True)
+        assert waited_s > 1
+        token.release()
+    # Not in a barrier meanwhile, which would keep the core busy itself.
+    while counters.load(1) < min(2, world.size):
+        time.sleep(0.05)
+    world.Barrier()
+    counters.free()
+
+
+def test_background_traffic_gives_way(world: MPI.Intracomm) -> None:
+    """The last rank's traffic may wait: nobody waits for more than one chunk of it."""
+    from mlpo_hpc.tokens.base import BackgroundTurn
+
+    token, counters, free = window_tokens(world)
+    turn = BackgroundTurn(token, timeout_s=60)
+    last = world.size - 1
+    for _ in range(100):
+        if world.rank == last:
+            turn.enter()
+            assert counters.add(free, 1) == 0, "alone inside"
+            counters.add(free, -1)
+            turn.leave()
+        else:
+            with token:
+                assert counters.add(free, 1) == 0, "alone inside"
+                counters.add(free, -1)
+    world.Barrier()
+    assert counters.load(0) == counters.load(1) == 100 * world.size
+    counters.free()
+
+
+def place_of(world: MPI.Intracomm) -> Any:
+    """The node, as the engine finds it."""
+    import torch.distributed as dist
+
+    from mlpo_hpc.cluster.node import find_node
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return find_node()
+
+
+def test_auto_says_why_it_takes_which_backend(world: MPI.Intracomm) -> None:
+    """What is wrong on one rank alone decides for all of them."""
+    from contextlib import ExitStack
+    from unittest.mock import patch
+
+    from mpi4py import MPI as mpi
+
+    from mlpo_hpc.errors import ConfigError
+    from mlpo_hpc.tokens import mpi_window
+    from mlpo_hpc.tokens.open import Resource, open_tokens, pick_backend
+
+    node = place_of(world)
+    on_last = world.rank == world.size - 1
+    expected = "mpi" if world.size > 1 else "local"
+    assert pick_backend(node)[0] == expected
+    if world.size == 1:
+        return
+    funnelled = patch.object(mpi, "Query_thread", lambda: mpi.THREAD_FUNNELED if on_last else mpi.THREAD_MULTIPLE)
+    usage = type("Usage", (), {"free": 4096 if on_last else 2**30})
+    full = patch.object(mpi_window.shutil, "disk_usage", lambda path: usage)
+    elsewhere = patch.object(mpi_window, "mpi_launcher", lambda *_: None)
+    for fault, words in ((funnelled, "THREAD_MULTIPLE"), (full, "4,096 free bytes"), (elsewhere, "torchrun does not")):
+        with fault:
+            backend, reason = pick_backend(node)
+            assert (backend, words in reason) == ("flock", True), reason
+            with pytest.raises(ConfigError, match=words):
+                open_tokens("mpi", [Resource("k", "nvme", 1)], node, 60, ExitStack())
+
+
+def test_engines_of_one_process_share_their_tokens(world: MPI.Intracomm) -> None:
+    from contextlib import ExitStack
+
+    from mlpo_hpc.tokens import mpi_window
+    from mlpo_hpc.tokens.open import Resource, open_tokens
+
+    node = place_of(world)
+    with ExitStack() as endings:
+        first = open_tokens("mpi", [Resource("a", "nvme", 1), Resource("b", "pfs", 2)], node, 60, endings)
+        second = open_tokens("mpi", [Resource("b", "pfs", 2), Resource("a", "nvme", 1)], node, 60, endings)
+        for number in range(40):
+            open_tokens("mpi", [Resource(number, "many", 1)], node, 60, endings)
+        assert len(mpi_window._windows) == 3, "32 tokens each"
+        if world.rank == 0:
+            first[0][0].acquire()
+            assert second[1][0].locked(), "the same token for the same tier"
+            assert not second[1][1].locked(), "another one for the other direction"
+            assert not second[0][0].locked()
+            first[0][0].release()
+        world.Barrier()
+
+
+def train(world: MPI.Intracomm, folder: str, backend: str, steps: int, **section: Any) -> tuple[Any, Any]:
+    """A few steps with the smallest budget; the engine and this rank's 16-bit weights."""
     import torch
 
     import mlpo_hpc
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.set_num_threads(1)
-    folder = world.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": 3, "sub_group_size": 1000},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "mlp_offload": {
+            "tiers": [{"name": "disk", "dir": folder, "read_bps": 1e8, "write_bps": 1e8}],
+            "host_memory": 130_000 + 20_000 * world.size,  # least for the smaller records of more ranks
+            "chunk_bytes": 8192,
+            "tokens": {"backend": backend, "timeout_s": 60},
+            **section,
+        },
+    }
+    engine = mlpo_hpc.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    for step in range(steps):
+        x = torch.randn(1, 64, generator=torch.Generator().manual_seed(step * world.size + world.rank))
+        engine.backward(engine(x.to(engine.device)).pow(2).mean())
+        engine.step()
+    flat = torch.cat([t.detach().float().flatten() for t in engine.optimizer.fp16_partitioned_groups_flat])
+    return engine, flat
+
+
+def folder_for_all(world: MPI.Intracomm) -> str:
+    return str(world.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
+
+
+def remove(world: MPI.Intracomm, folder: str) -> None:
+    world.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+    world.Barrier()
+
+
+def test_the_engine_trains_the_same_with_every_backend(world: MPI.Intracomm) -> None:
+    """Turns change who moves bytes when, never what is computed."""
+    import torch
+
+    folder = folder_for_all(world)
     sums = []
-    for backend in ("off", "mpi", "flock"):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "steps_per_print": 10**9,
-            "zero_optimization": {"stage": 3, "sub_group_size": 1000},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "mlp_offload": {
-                "tiers": [{"name": "disk", "dir": folder, "read_bps": 1e8, "write_bps": 1e8}],
-                "host_memory": 130_000 + 20_000 * world.size,  # least for the smaller records of more ranks
-                "chunk_bytes": 8192,
-                "tokens": {"backend": backend, "timeout_s": 60},
-            },
-        }
-        engine = mlpo_hpc.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-        for step in range(4):
-            x = torch.randn(1, 64, generator=torch.Generator().manual_seed(step * world.size + world.rank))
-            engine.backward(engine(x.to(engine.device)).pow(2).mean())
-            engine.step()
-        flat = torch.cat([t.detach().float().flatten() for t in engine.optimizer.fp16_partitioned_groups_flat])
-        sums.append(flat)
+    for backend in ("off", "mpi", "flock", "auto"):
+        engine, weights = train(world, folder, backend, steps=4)
+        found = engine.optimizer.offload_report()["tiers"]["disk"]
+        picked = {"auto": "mpi" if world.size > 1 else "local"}.get(backend, backend)
+        assert found["tokens"]["backend"] == picked
+        if backend in ("mpi", "flock"):
+            assert found["tokens_taken"] > 0
         engine.destroy()
+        sums.append(weights)
     assert all(torch.equal(sums[0], other) for other in sums[1:])
     world.Barrier()
     assert os.listdir(folder) == []
+    remove(world, folder)
+
+
+def test_auto_takes_turns_where_they_pay(world: MPI.Intracomm) -> None:
+    """Two stand-in drives: one loses 40 % when ranks use it at once, the other one gives twice as much then."""
+    from unittest.mock import patch
+
+    from mlpo_hpc.state import sharing, tiers
+    from mlpo_hpc.storage.probe import Probe
+    from tests.standin import DriveContainer, SharedDrive
+
+    folder = folder_for_all(world)
+    drives = {}
+    for name, loss in (("jammed", 0.4), ("wide", -1.0)):
+        path = os.path.join(folder, name)
+        if world.rank == 0:
+            os.mkdir(path)
+        drives[path] = SharedDrive(Path(f"{path}.books"), world.rank, world.size, 50e6, loss)
     world.Barrier()
+    probes = patch.object(sharing, "open_probe", lambda path, room: Probe(DriveContainer(drives[path], 4, 2**18)))
+    containers = patch.object(
+        tiers, "_open_container", lambda place, size, count: DriveContainer(drives[place.path], count, size)
+    )
+    busy = {}
+    for backend in ("auto", "off"):
+        with probes, containers:
+            section = {"tiers": [{"name": os.path.basename(path), "dir": path} for path in drives]}
+            engine, _ = train(world, folder, backend, steps=1, **section)
+            engine.optimizer._store.pipeline.flush()
+            world.Barrier()
+            for drive in drives.values():
+                drive.forget()
+            world.Barrier()
+            for _ in range(4):
+                step_again(engine)
+            engine.optimizer._store.pipeline.flush()
+            world.Barrier()
+        jammed = drives[os.path.join(folder, "jammed")]
+        busy[backend] = jammed.busy_s()
+        report = engine.optimizer.offload_report()["tiers"]
+        weights = engine.optimizer._store.pipeline._weights
+        engine.destroy()
+        if backend == "auto" and world.size > 1:
+            assert report["jammed"]["tokens"]["scope"] == "tier", report
+            assert report["wide"]["tokens"]["scope"] == "off", report
+            assert report["jammed"]["tokens_taken"] > 0
+            assert report["wide"]["tokens_taken"] == 0
+            assert jammed.contended() == 0, "no byte passes at the lower rate"
+            assert 1.4 < weights[1] / weights[0] < 3, "placement reckons with what the ranks get together"
+        world.Barrier()
     if world.rank == 0:
-        os.rmdir(folder)
-    torch.distributed.destroy_process_group()
+        print(f"turns spare {100 * (1 - busy['auto'] / busy['off']):.0f} % of the jammed drive's time", flush=True)
+    remove(world, folder)
+
+
+def step_again(engine: Any) -> None:
+    import torch
+
+    engine.backward(engine(torch.ones(1, 64, device=engine.device)).pow(2).mean())
+    engine.step()

@@ -319,7 +319,7 @@ def test_a_dead_rank_is_named_not_waited_for():
 
 
 def test_a_waiter_sleeps_longer_the_longer_it_waits(monkeypatch):
-    """About 60 looks in the first 40 ms, then one each 10 ms: little of a core, and never late by much."""
+    """About 130 looks in the first 0.8 s, then one each 50 ms: little of a core, and never late by much."""
     now, sleeps = [0.0], []
     counters, here = PlainCounters(4), [Process.this(rank, "here") for rank in range(2)]
     holder, waiter = (TicketToken("x", counters, 0, 1, rank, here) for rank in range(2))
@@ -333,8 +333,8 @@ def test_a_waiter_sleeps_longer_the_longer_it_waits(monkeypatch):
 
     monkeypatch.setattr(ticket.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(ticket.time, "sleep", sleep)
-    assert waiter.acquire() == pytest.approx(1, abs=0.02)
-    assert all(seconds <= max(50e-6, waited / 8) + 1e-9 and seconds <= 10e-3 for waited, seconds in sleeps)
+    assert waiter.acquire() == pytest.approx(1, abs=0.06)
+    assert all(seconds <= max(50e-6, waited / 16) + 1e-9 and seconds <= 50e-3 for waited, seconds in sleeps)
     assert len(sleeps) < 160
 
 

@@ -1,0 +1,87 @@
+"""Run the MPI tests under each MPI: ``python -m tests.mpi.launch ENVIRONMENT...`` (made by ``.ci/setup_mpis``).
+
+A launch is good if every rank left its record of having finished and the launcher says so too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mpi import killed
+from tests.mpi.__main__ import RECORDS
+from tests.ranks import ROOT
+
+NUM_RANKS = (1, 2, 4)
+TIMEOUT_S = 600
+SHOWN = ("MPI:", "test_", "acquire", "a waiter", "turns spare")
+END_S = 30.0
+"""Within which the launcher must end a job whose rank was killed; 10 s is the aim, the rest is for a busy machine."""
+
+
+def mpirun(environment: Path, num_ranks: int, module: str, records: Path) -> subprocess.Popen[str]:
+    """Start a module on some ranks, with the MPI of an environment."""
+    path = os.environ["PATH"].split(":")
+    others = [folder for folder in path if not folder.startswith(str(environment.parent.parent))]
+    env = {**os.environ, RECORDS: str(records), "PATH": ":".join([str(environment / "bin"), *others])}
+    command = [".ci/mpirun", str(num_ranks), str(environment / "bin/python"), "-m", module]
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run_bodies(environment: Path, num_ranks: int) -> str:
+    """All bodies; what went wrong, empty if nothing did."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = mpirun(environment, num_ranks, "tests.mpi", Path(folder))
+        text = communicate(process, TIMEOUT_S)
+        missing = [rank for rank in range(num_ranks) if not (Path(folder) / f"finished.{rank}").exists()]
+    for line in text.splitlines():
+        if line.startswith(SHOWN):
+            print(f"    {line}", flush=True)
+    if missing:
+        return f"ranks {missing} did not finish\n{text[-6000:]}"
+    if process.returncode and "Aborted" not in text:  # gloo may abort at interpreter exit when all is done
+        return f"exit code {process.returncode}\n{text[-6000:]}"
+    return ""
+
+
+def run_killed(environment: Path) -> str:
+    """A rank that holds a token is killed: the job ends, and says who died if we see it first."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = mpirun(environment, 2, killed.__name__, Path(folder))
+        begin = killed.wait_for(Path(folder) / killed.HOLDING)
+        text = communicate(process, END_S)
+        finished = (Path(folder) / killed.SURVIVED).exists()
+    took_s = time.time() - begin
+    print(f"    a rank that held a token was killed: the job ended after {took_s:.1f} s")
+    if process.returncode == 0 or finished or took_s > END_S:
+        return f"exit code {process.returncode} after {took_s:.0f} s\n{text}"
+    return ""
+
+
+def communicate(process: subprocess.Popen[str], timeout_s: float) -> str:
+    try:
+        return process.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0] + f"\n[killed after {timeout_s} s]"
+
+
+def main() -> None:
+    faults = []
+    for environment in [Path(argument).absolute() for argument in sys.argv[1:]]:
+        for num_ranks in NUM_RANKS:
+            print(f"{environment.name}, {num_ranks} ranks", flush=True)
+            faults.append((environment.name, num_ranks, run_bodies(environment, num_ranks)))
+        faults.append((environment.name, 2, run_killed(environment)))
+    for name, num_ranks, fault in faults:
+        if fault:
+            print(f"== {name}, {num_ranks} ranks: {fault}")
+    sys.exit(any(fault for *_, fault in faults))
+
+
+if __name__ == "__main__":
+    main()
