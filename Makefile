@@ -7,7 +7,7 @@ export PATH := $(if $(wildcard $(BIN)/mpirun),$(abspath $(BIN)):$(PATH),$(PATH):
 DEMO_ARGS ?= --host-memory 300MB
 PYTEST = $(BIN)/python -m pytest
 
-.PHONY: demo test test-mpi test-all lint clean
+.PHONY: demo test test-mpi test-slurm test-all lint clean
 
 $(VENV)/.ready: setup.cfg constraints.txt .ci/setup
 	.ci/setup $(VENV) dev
@@ -22,6 +22,11 @@ test: $(VENV)/.ready
 test-mpi: $(VENV)/.ready
 	.ci/setup_mpis $(VENV)
 	$(BIN)/python -m tests.mpi.launch $(VENV)/mpi/*
+
+# Under a real Slurm with two nodes in namespaces of this machine; needs root, slurm-wlm and munge.
+test-slurm: $(VENV)/.ready
+	.ci/setup_mpis $(VENV)
+	$(PYTEST) tests/slurm $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready
 	$(PYTEST) --all $(PYTEST_ARGS)

@@ -12,8 +12,8 @@ from mlpo_hpc.cluster.network import INTERFACE, address_of, first_free_port, is_
 from mlpo_hpc.errors import ConfigError
 
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
-PMI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PMI_FD")
-"""Set where srun offers processes a way to find each other; ``--mpi=none`` sets none."""
+PMI_PREFIXES = ("PMI_", "PMI2_", "PMIX_", "PALS_")
+"""Of what srun sets where it offers processes a way to find each other; ``--mpi=none`` sets none."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ LAUNCHERS = (
     ),
     Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Launcher("PALS", "PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
 
@@ -105,9 +105,9 @@ def ranks(environ: Mapping[str, str], launcher: Launcher | None) -> MutableMappi
     if launcher is None:
         return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     size = environ[launcher.size]
-    # "4(x2)" or "4,3": Slurm lists the tasks of each node; a node of our own size is close enough
-    # for what reads it (DeepSpeed's device count), the engine counts co-located ranks itself.
-    local_size = environ.get(launcher.local_size, size).split("(")[0].split(",")[0]
+    local_size = environ.get(launcher.local_size, size)
+    if launcher.name == "srun":
+        local_size = _tasks_of_node(local_size, int(environ.get("SLURM_NODEID", "0")))
     local_rank = environ.get(launcher.local_rank, "0")
     return {
         "RANK": environ[launcher.rank],
@@ -116,6 +116,15 @@ def ranks(environ: Mapping[str, str], launcher: Launcher | None) -> MutableMappi
         "LOCAL_SIZE": local_size,
         "LOCAL_WORLD_SIZE": local_size,
     }
+
+
+def _tasks_of_node(tasks_per_node: str, node: int) -> str:
+    """Slurm lists the tasks of each node: ``4(x2),3``."""
+    counts: list[str] = []
+    for entry in tasks_per_node.split(","):
+        count, _, times = entry.partition("(x")
+        counts += [count] * int(times.rstrip(")") or "1")
+    return counts[min(node, len(counts) - 1)]
 
 
 def _meeting_point(launcher: Launcher | None, world_size: int) -> tuple[str, int]:
@@ -130,7 +139,12 @@ def _meeting_point(launcher: Launcher | None, world_size: int) -> tuple[str, int
 
 
 def _has_mpi(environ: Mapping[str, str]) -> bool:
-    return any(name in environ for name in PMI_VARIABLES) and importlib.util.find_spec("mpi4py") is not None
+    return has_pmi(environ) and importlib.util.find_spec("mpi4py") is not None
+
+
+def has_pmi(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher offers MPI processes a way to find each other."""
+    return any(name.startswith(PMI_PREFIXES) for name in environ)
 
 
 def _agree_by_mpi(world_size: int) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from mlpo_hpc.cluster.launch import mpi_launcher
+from mlpo_hpc.cluster.launch import has_pmi, mpi_launcher
 from mlpo_hpc.cluster.verdict import gather, together, world_rank
 from mlpo_hpc.errors import ConfigError
 from mlpo_hpc.telemetry.log import warn
@@ -109,6 +109,8 @@ def start_mpi(expected_size: int | None = None) -> MPI.Intracomm:
     ConfigError
         If the world has another than the expected size: the launcher and the MPI library do not belong together.
     """
+    if expected_size is not None:
+        _look_for_pmi(expected_size)
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -120,17 +122,30 @@ def start_mpi(expected_size: int | None = None) -> MPI.Intracomm:
     return world
 
 
+def _look_for_pmi(expected_size: int) -> None:
+    """Without it some MPI libraries make N worlds of one, and others abort."""
+    launcher = mpi_launcher(os.environ, expected_size)
+    if expected_size > 1 and launcher is not None and launcher.name == "srun" and not has_pmi(os.environ):
+        raise ConfigError(
+            f"srun started {expected_size} processes without a way for MPI to find the others. {_srun_advice('')}"
+        )
+
+
 def _mismatch(size: int, expected_size: int, library: str) -> str:
     launcher = mpi_launcher(os.environ, expected_size)
     name = launcher.name if launcher else "the launcher"
-    if name == "srun":
-        fix = (
-            f"start with 'srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'}' ('srun --mpi=list' shows what "
-            'there is), or do without MPI: "tokens": {"backend": "flock"}'
-        )
-    else:
-        fix = "use the mpirun of the MPI library that mpi4py loads"
-    return f"{name} started {expected_size} processes, but MPI ({library}) sees a world of {size}: {fix}"
+    advice = _srun_advice(library) if name == "srun" else "Use the mpirun of the MPI library that mpi4py loads"
+    return f"{name} started {expected_size} processes, but MPI ({library}) sees a world of {size}. {advice}"
+
+
+def _srun_advice(library: str) -> str:
+    types = {"Open MPI": "pmix", "CRAY MPICH": "cray_shasta", "MPICH": "pmi2"}
+    fits = [f"--mpi={kind}" for name, kind in types.items() if name in library][:1]
+    every = ", ".join(f"--mpi={kind} for {name}" for name, kind in types.items())
+    return (
+        f"Start with srun {fits[0] if fits else every} ('srun --mpi=list' shows what there is), or do without MPI: "
+        '"tokens": {"backend": "flock"}'
+    )
 
 
 class _AbortHook:

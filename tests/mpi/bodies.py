@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -55,7 +56,7 @@ def window_tokens(world: MPI.Intracomm, permits: int = 1, timeout_s: float = 60)
     from mlpo_hpc.tokens.process import Process
     from mlpo_hpc.tokens.ticket import TicketToken
 
-    processes = world.allgather(Process.this(world.rank, "here"))
+    processes = world.allgather(Process.this(world.rank, socket.gethostname()))
     size = TicketToken.num_counters(world.size)
     counters = WindowCounters(node_communicator(), size + 3)
     token = TicketToken("writing on nvme", counters, 0, permits, world.rank, processes, timeout_s)

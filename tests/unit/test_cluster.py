@@ -44,7 +44,7 @@ from tests.ranks import ROOT
                 "SLURM_PROCID": "2",
                 "SLURM_STEP_NUM_TASKS": "4",
                 "SLURM_LOCALID": "0",
-                "SLURM_TASKS_PER_NODE": "2(x2)",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
             },
             "srun",
             ("2", "4", "0", "2"),
@@ -57,7 +57,7 @@ from tests.ranks import ROOT
                 "SLURM_PROCID": "3",
                 "SLURM_STEP_NUM_TASKS": "4",
                 "SLURM_LOCALID": "1",
-                "SLURM_TASKS_PER_NODE": "2(x2)",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
             },
             "srun",
             ("3", "4", "1", "2"),
@@ -162,6 +162,23 @@ def test_n_worlds_of_one_are_told_from_one_of_n(environ, library, words, monkeyp
     text = node._mismatch(1, 4, library)
     for word in words:
         assert word in text
+    assert "cray" not in text
+
+
+def test_srun_without_pmi_is_said_before_mpi_starts(monkeypatch):
+    for key, value in SRUN.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match=r"--mpi=pmix for Open MPI.*--mpi=pmi2 for MPICH.*flock"):
+        node.start_mpi(4)
+    monkeypatch.setenv("PMIX_RANK", "0")
+    node._look_for_pmi(4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "counts"), [("4", ["4"]), ("3,1", ["3", "1"]), ("4(x2),3", ["4", "4", "3"]), ("2(x3)", ["2", "2", "2"])]
+)
+def test_tasks_of_each_node_are_read_as_slurm_writes_them(spec, counts):
+    assert [launch._tasks_of_node(spec, node) for node in range(len(counts))] == counts
 
 
 def test_containers_of_one_machine_are_found_out(caplog):
