@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 from mlpo_hpc.cluster.node import Node, gather_on_node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig, Static
-from mlpo_hpc.storage.contention import SCOPES, Contention, Crew, measure
+from mlpo_hpc.storage.contention import Contention, Crew, measure
 from mlpo_hpc.storage.place import Place
-from mlpo_hpc.storage.probe import Bandwidth, Probe, open_probe
+from mlpo_hpc.storage.probe import open_probe
 from mlpo_hpc.telemetry.log import say
 from mlpo_hpc.tokens.base import FreeToken
 from mlpo_hpc.tokens.open import Resource, TokenPair, open_tokens, pick_backend
@@ -22,6 +22,10 @@ VERDICTS = {
     "direction": "ranks take turns, one reader beside one writer",
     "tier": "ranks take turns, one at a time",
 }
+
+
+_looked_at: dict[Hashable, Contention] = {}
+"""What this process has measured: a tier's answer is good for all its engines."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Sharing:
     backend : str
         Of the tokens.
     scope : str
-        Who keeps others out, one of `SCOPES`.
+        Who keeps others out: ``off``, ``direction`` or ``tier``.
     contention : Contention or None
         What was measured, if anything was.
     weight : float
@@ -51,7 +55,7 @@ class Sharing:
     def figures(self) -> dict[str, Any]:
         """For the report: what is done and the rates that decided it."""
         measured = self.contention
-        rates = {f"{scope}_bps": measured.typical_bps(scope) for scope in SCOPES} if measured else {}
+        rates = {f"{scope}_bps": measured.typical_bps(scope) for scope in measured.rates_bps} if measured else {}
         return {"backend": self.backend, "scope": self.scope, **rates}
 
 
@@ -80,17 +84,16 @@ def share_tiers(
     resources = together(lambda: [_resource(config, node, place) for place in places])
     pairs = open_tokens(backend, resources, node, config.tokens.timeout_s, endings)
     say("tokens: backend '%s' (%s)", backend, reason)
-    static = config.placement.static if isinstance(config.placement, Static) else None
+    measured = wanted == "auto" and backend in ("mpi", "flock")
+    weighed = moves and len(places) > 1 and not isinstance(config.placement, Static)
     shared = []
     for index, (place, resource, pair) in enumerate(zip(places, resources, pairs, strict=True)):
         crew = _crew(resource, node)
-        competes = any(gather(crew.competes)) and wanted == "auto" and backend in ("mpi", "flock")
-        weigh = moves and static is None and len(places) > 1
-        bandwidth, contention = _look(place, node, crew, weigh, competes)
-        scope = _scope(backend, contention, waits=wanted == "auto")
-        efficiency = contention.efficiency(scope) if contention else 1.0
-        mine = bandwidth.round_trip_bps * efficiency if bandwidth else 1.0
-        weights = gather_on_node(node, mine if static is None else static[index])
+        competes = measured and any(gather(crew.competes))
+        contention = _look(resource, place, node, crew) if competes or (weighed and not _given(place)) else None
+        scope = _scope(wanted, backend, contention if competes else None)
+        weight = _weight(config, index, contention, scope) if moves else 1.0
+        weights = gather_on_node(node, weight)
         shared.append(Sharing(_scoped(pair, scope), backend, scope, contention, sum(weights) / len(weights)))
         if contention is not None:
             say("tier %s: %s", place.tier.name, _describe(contention, scope, crew.size))
@@ -115,45 +118,37 @@ def _crew(resource: Resource, node: Node) -> Crew:
     return Crew(number, everyone.count(mine), resource.permits, gather_crew)
 
 
-def _look(
-    place: Place, node: Node, crew: Crew, weigh: bool, competes: bool
-) -> tuple[Bandwidth | None, Contention | None]:
-    """Collective over the training world. Bandwidth by the crew's first rank alone, then all against one."""
-    given = place.tier.read_bps and place.tier.write_bps
-    probes_bandwidth = any(gather(weigh and not given))
-    bandwidth, contention = None, None
-    if probes_bandwidth or competes:
-        # All ranks probe, and a nearly full tier must not fail for the probe's sake.
+def _given(place: Place) -> bool:
+    return bool(place.tier.read_bps and place.tier.write_bps)
+
+
+def _look(resource: Resource, place: Place, node: Node, crew: Crew) -> Contention:
+    """Collective over the training world. Measure a tier, once a process."""
+    key = (resource.key, resource.permits)
+    if not all(gather(key in _looked_at)):
+        # All ranks look, and a nearly full tier must not fail for that.
         room = place.filesystem.free_bytes // (16 * node.node_size)
         with ExitStack() as files:
             probe = together(lambda: files.enter_context(open_probe(place.path, room)))
-            found = together(lambda: probe.bandwidth() if crew.number == 0 else None)
-            bandwidth = _override(place, crew.gather(found)[0])
-            if competes:
-                contention = _measure(probe, crew)
-    elif given:
-        bandwidth = Bandwidth(float(place.tier.read_bps or 0), float(place.tier.write_bps or 0))
-    return (bandwidth if weigh else None), contention
+            together(probe.fill)
+            _looked_at[key] = measure(probe, crew)
+    return _looked_at[key]
 
 
-def _override(place: Place, probed: Bandwidth) -> Bandwidth:
-    """What the configuration says of the rates holds."""
-    say("tier %s: %.2f GB/s read, %.2f GB/s write", place.tier.name, probed.read_bps / 1e9, probed.write_bps / 1e9)
-    return Bandwidth(place.tier.read_bps or probed.read_bps, place.tier.write_bps or probed.write_bps)
+def _weight(config: OffloadConfig, index: int, contention: Contention | None, scope: str) -> float:
+    """Bytes per second that pass the tier each way at the same time, as configured or as measured."""
+    if isinstance(config.placement, Static):
+        return config.placement.static[index]
+    tier = config.tiers[index] if config.tiers else None
+    if tier is not None and tier.read_bps and tier.write_bps:
+        return 2 / (1 / tier.read_bps + 1 / tier.write_bps)
+    return contention.typical_bps(scope) if contention else 1.0
 
 
-def _measure(probe: Probe, crew: Crew) -> Contention | None:
-    together(lambda: probe.fill() if crew.number else None)
-    found = measure(probe, crew)
-    return found if crew.competes else None
-
-
-def _scope(backend: str, contention: Contention | None, waits: bool) -> str:
-    if backend == "off":
-        return "off"
+def _scope(wanted: str, backend: str, contention: Contention | None) -> str:
     if contention is not None:
         return contention.best_scope()
-    return "off" if waits and backend != "local" else "direction"
+    return "off" if backend == "off" or (wanted == "auto" and backend != "local") else "direction"
 
 
 def _scoped(pair: TokenPair, scope: str) -> TokenPair:
@@ -163,8 +158,10 @@ def _scoped(pair: TokenPair, scope: str) -> TokenPair:
 
 
 def _describe(contention: Contention, scope: str, size: int) -> str:
-    rates = [contention.typical_bps(name) / 1e9 for name in SCOPES]
+    rates = {name: contention.typical_bps(name) / 1e9 for name in contention.rates_bps}
+    if len(rates) == 1:
+        return f"{rates['off']:.2f} GB/s each way at the same time"
     return (
-        f"{size} ranks at once pass {rates[0]:.2f} GB/s each way, one reader beside one writer {rates[1]:.2f}, "
-        f"one rank alone {rates[2]:.2f}: {VERDICTS[scope]}"
+        f"{size} ranks at once pass {rates['off']:.2f} GB/s each way, one reader beside one writer "
+        f"{rates['direction']:.2f}, one rank alone {rates['tier']:.2f}: {VERDICTS[scope]}"
     )

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlpo_hpc.cluster.verdict import together
+from mlpo_hpc.cluster.verdict import gather, together
+from mlpo_hpc.storage.base import ALIGNMENT_BYTES
 from mlpo_hpc.storage.probe import Probe
 
 SCOPES = ("off", "direction", "tier")
@@ -24,13 +25,18 @@ EQUAL = 1.05
 """Differences below this factor count as none."""
 
 ROUNDS = 3
-PHASE_S = 0.25
-MAX_CHUNKS = 512
+PHASE_S = 0.5
+PIECES = 16
+"""That each rank moves each way in a phase, at least."""
+LEAST_PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Contention:
-    """State that passes a tier each way, in bytes per second of all ranks together, by scope and round."""
+    """State that passes a tier each way at the same time, in bytes per second of all ranks, by scope and round.
+
+    One rank alone has only the scope ``off``.
+    """
 
     rates_bps: dict[str, list[float]]
 
@@ -38,18 +44,21 @@ class Contention:
         """Median over the rounds."""
         return statistics.median(self.rates_bps[scope])
 
+    def candidates(self) -> list[str]:
+        """Stricter scopes that were better in every round so far."""
+        off = self.rates_bps["off"]
+        return [
+            scope for scope in self.rates_bps if all(b > a for a, b in zip(off, self.rates_bps[scope], strict=True))
+        ]
+
     def best_scope(self) -> str:
         """The least exclusion that nothing stricter beats by 5 % in the median, and in every round at all."""
         best = SCOPES[0]
-        for scope in SCOPES[1:]:
+        for scope in self.candidates():
             gains = [b / a for a, b in zip(self.rates_bps[best], self.rates_bps[scope], strict=True)]
             if statistics.median(gains) > EQUAL and min(gains) > 1:
                 best = scope
         return best
-
-    def efficiency(self, scope: str) -> float:
-        """What passes with this scope, as a part of what passes for one rank alone."""
-        return self.typical_bps(scope) / self.typical_bps("tier")
 
 
 @dataclass(frozen=True)
@@ -80,39 +89,62 @@ class Crew:
 
 
 def measure(probe: Probe, crew: Crew) -> Contention:
-    """Collective over the training world. Measure one tier.
+    """Collective over the training world. Measure one tier, for a few seconds at most.
 
     Parameters
     ----------
     probe : Probe
         Of this rank, filled.
     crew : Crew
-        Those that share the tier; a crew that does not compete takes part and moves nothing.
+        Those that share the tier; one that does not compete only finds out how fast the tier is.
     """
     step = math.lcm(crew.size, crew.permits)
-    trial_bps = _phase(probe, crew, "off", 0, step)
-    num_chunks = step * min(MAX_CHUNKS // step + 1, math.ceil(trial_bps * PHASE_S / probe.chunk_bytes / step))
-    rates: dict[str, list[float]] = {scope: [] for scope in SCOPES}
+    trial_bps = _phase(probe, crew, "off", 0, Load(step, probe.chunk_bytes))
+    load = _load(probe, step, trial_bps)
+    scopes = SCOPES if crew.competes else SCOPES[:1]
+    rates: dict[str, list[float]] = {scope: [] for scope in scopes}
     for turn in range(ROUNDS):
         for scope in (*SCOPES[turn:], *SCOPES[:turn]):
-            rates[scope].append(_phase(probe, crew, scope, turn, num_chunks))
+            rate = _phase(probe, crew, scope, turn, load)
+            if scope in rates:
+                rates[scope].append(rate)
+        if not any(gather(bool(Contention(rates).candidates()))):
+            break  # turns must pay in every round
     return Contention(rates)
 
 
-def _phase(probe: Probe, crew: Crew, scope: str, turn: int, num_chunks: int) -> float:
-    """Move `num_chunks` each way, by those whose turn it is; return bytes per second each way."""
-    readers, writers = _active(crew, scope, turn)
-    reads, writes = (_part(num_chunks, ranks, crew.number) if crew.competes else 0 for ranks in (readers, writers))
+@dataclass(frozen=True)
+class Load:
+    """What a crew moves each way in a phase."""
+
+    num_pieces: int
+    piece_bytes: int
+
+
+def _load(probe: Probe, step: int, trial_bps: float) -> Load:
+    """About half a second's, in pieces small enough to be shared evenly and to keep all threads at it."""
+    nbytes = trial_bps * PHASE_S
+    piece = min(probe.chunk_bytes, max(LEAST_PIECE_BYTES, nbytes / (PIECES * step)))
+    piece_bytes = max(1, int(piece) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return Load(step * max(1, round(nbytes / piece_bytes / step)), piece_bytes)
+
+
+def _phase(probe: Probe, crew: Crew, scope: str, turn: int, load: Load) -> float:
+    """Move a load each way, by those whose turn it is; return bytes per second each way."""
+    takes_part = crew.competes or scope == "off"
+    reads, writes = (
+        _part(load.num_pieces, ranks, crew.number) if takes_part else 0 for ranks in _active(crew, scope, turn)
+    )
 
     def move() -> tuple[float, float]:
         begin = time.monotonic()  # one clock for all processes of a node
-        probe.move(reads, writes)
+        probe.move(reads, writes, load.piece_bytes)
         return begin, time.monotonic()
 
-    crew.gather(None)  # all begin together
+    gather(None)  # all begin together
     times = crew.gather(together(move))
     duration_s: float = max(end for _, end in times) - min(begin for begin, _ in times)
-    return num_chunks * probe.chunk_bytes / duration_s
+    return load.num_pieces * load.piece_bytes / duration_s
 
 
 def _active(crew: Crew, scope: str, turn: int) -> tuple[list[int], list[int]]:
@@ -124,8 +156,8 @@ def _active(crew: Crew, scope: str, turn: int) -> tuple[list[int], list[int]]:
     return first, first if scope == "tier" else second
 
 
-def _part(num_chunks: int, ranks: list[int], number: int) -> int:
-    """How many of the chunks fall to this rank."""
+def _part(num_pieces: int, ranks: list[int], number: int) -> int:
+    """How many of the pieces fall to this rank."""
     if number not in ranks:
         return 0
-    return len(range(ranks.index(number), num_chunks, len(ranks)))
+    return len(range(ranks.index(number), num_pieces, len(ranks)))

@@ -1,4 +1,4 @@
-"""A quick look at a tier: its bandwidth, and a file to look further with."""
+"""A file to measure a tier with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import mmap
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, Container
@@ -17,19 +16,6 @@ MOST_BYTES = 64 * 2**20
 NUM_SLOTS = 8
 THREADS_PER_WAY = 2  # as in a lane
 LIMIT_S = 1.0
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Bytes per second of one tier, alone in each direction."""
-
-    read_bps: float
-    write_bps: float
-
-    @property
-    def round_trip_bps(self) -> float:
-        """Bytes per second that are written and then read again, one after the other."""
-        return 1 / (1 / self.read_bps + 1 / self.write_bps)
 
 
 class Probe:
@@ -59,36 +45,25 @@ class Probe:
             view.release()
             block.close()
 
-    def bandwidth(self) -> Bandwidth:
-        """Write, then read back what was written, about a second each way at most."""
-        write_bps = self.fill()
-        begin = time.perf_counter()
-        done = self._rounds(self._container.read, self._written)
-        return Bandwidth(done * self.chunk_bytes / (time.perf_counter() - begin), write_bps)
-
-    def fill(self) -> float:
-        """Write as many slots as a second allows, at least one; return bytes per second."""
-        begin = time.perf_counter()
-        self._written = self._rounds(self._container.write, self._container.num_slots)
-        return self._written * self.chunk_bytes / (time.perf_counter() - begin)
-
-    def _rounds(self, move: Callable[[int, memoryview], None], limit: int) -> int:
-        """Move chunks, one a thread at once, until the limit or the time is up; return their number."""
-        begin, done = time.perf_counter(), 0
-        while done < limit and (done == 0 or time.perf_counter() - begin < LIMIT_S):
-            count = min(THREADS_PER_WAY, limit - done)
+    def fill(self) -> None:
+        """Write as many slots as a second allows, at least one: later phases stay within them."""
+        begin, limit = time.perf_counter(), self._container.num_slots
+        while self._written < limit and (not self._written or time.perf_counter() - begin < LIMIT_S):
+            count = min(THREADS_PER_WAY, limit - self._written)
             with ThreadPoolExecutor(count) as pool:
-                list(pool.map(move, range(done, done + count), self._views))
-            done += count
-        return done
+                list(pool.map(self._container.write, range(self._written, self._written + count), self._views))
+            self._written += count
 
-    def move(self, num_reads: int, num_writes: int) -> None:
-        """Read and write chunks at the same time, among those that `fill` wrote."""
+    def move(self, num_reads: int, num_writes: int, piece_bytes: int) -> None:
+        """Read and write pieces of slots at the same time."""
         ways = [(self._container.read, num_reads), (self._container.write, num_writes)]
         with ThreadPoolExecutor(2 * THREADS_PER_WAY) as pool:
             futures = [
                 pool.submit(
-                    self._work, call, self._views[THREADS_PER_WAY * way + thread], range(thread, count, THREADS_PER_WAY)
+                    self._work,
+                    call,
+                    self._views[THREADS_PER_WAY * way + thread][:piece_bytes],
+                    range(thread, count, THREADS_PER_WAY),
                 )
                 for way, (call, count) in enumerate(ways)
                 for thread in range(THREADS_PER_WAY)
@@ -96,9 +71,10 @@ class Probe:
             for future in futures:
                 future.result()
 
-    def _work(self, call: Callable[[int, memoryview], None], view: memoryview, chunks: Sequence[int]) -> None:
-        for chunk in chunks:
-            call(chunk % self._written, view)
+    def _work(self, call: Callable[[int, memoryview], None], view: memoryview, pieces: Sequence[int]) -> None:
+        with view:
+            for piece in pieces:
+                call(piece % self._written, view)
 
 
 def open_probe(directory: str, room_bytes: int) -> Probe:

@@ -103,7 +103,7 @@ def summarise(history: list[dict[str, Any]]) -> dict[str, str]:
 def _sharing(tokens: dict[str, Any]) -> str:
     """What was decided about turns on a tier, and the rates that decided it."""
     text = f"{tokens['scope']} ({tokens['backend']})"
-    if "off_bps" not in tokens:
+    if "tier_bps" not in tokens:
         return text
     return (
         f"{text}: all at once {tokens['off_bps'] / 1e9:.2f}, by direction {tokens['direction_bps'] / 1e9:.2f}, "

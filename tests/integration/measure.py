@@ -39,7 +39,7 @@ def build(args: Args) -> Any:
     with deepspeed.zero.Init(config_dict_or_path=config):
         net = torch.nn.Sequential(*[torch.nn.Linear(args["hidden"], args["hidden"]) for _ in range(args["layers"])])
     tiers = [{"name": f"t{i}", "dir": path} for i, path in enumerate(args["dirs"])]
-    section = {"tiers": tiers, "host_memory": args["host_memory"]}
+    section = {"tiers": tiers, "host_memory": args["host_memory"], "tokens": args.get("tokens", {})}
     return mlpo_hpc.initialize(model=net, model_parameters=net.parameters(), config={**config, "mlp_offload": section})[
         0
     ]
@@ -111,6 +111,28 @@ def speed(args: Args) -> Args:
     return {"counted": totals, "moved": moved, "tenths": tenths, "report": report}
 
 
+def turns(args: Args) -> Args:
+    """Bytes that pass the tiers each way, and the time they take, over some updates without training between."""
+    engine = build(args)
+    seconds, moved = [], []
+    for _ in range(args["steps"] + 1):
+        backward(engine, args["hidden"])
+        torch.distributed.barrier()
+        begin = time.perf_counter()
+        engine.step()
+        engine.optimizer._store.pipeline.flush()
+        torch.distributed.barrier()
+        seconds.append(time.perf_counter() - begin)
+        report = engine.optimizer.offload_report()
+        moved.append({name: [tier["bytes_read"], tier["bytes_written"]] for name, tier in report["tiers"].items()})
+    tokens = {
+        name: tier["tokens"] | {"taken": tier["tokens_taken"], "wait_s": tier["wait_s"]}
+        for name, tier in report["tiers"].items()
+    }
+    engine.destroy()
+    return {"seconds": seconds[1:], "moved": moved[1:], "tokens": tokens}
+
+
 def memory(args: Args) -> Args:
     """Peak resident memory of a whole run, start-up included."""
     engine = build(args)
@@ -134,7 +156,8 @@ def main() -> None:
     torch.set_num_threads(1)
     scenario, text = sys.argv[1:]
     args = json.loads(text)
-    Path(f"{args['out']}.{os.environ['RANK']}").write_text(json.dumps(globals()[scenario](args)))
+    result = globals()[scenario](args)
+    Path(f"{args['out']}.{os.environ['RANK']}").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from mlpo_hpc.config import load
 from mlpo_hpc.errors import ConfigError, StorageError
 from mlpo_hpc.state.tiers import open_tier
 from mlpo_hpc.storage import filesystem, place
+from mlpo_hpc.storage.contention import Crew, _load, measure
 from mlpo_hpc.storage.filesystem import describe
 from mlpo_hpc.storage.lock import DirectoryLock
 from mlpo_hpc.storage.place import find_places
@@ -149,16 +151,29 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
 
 def test_a_quick_look_finds_bandwidth_and_leaves_nothing(tmp_path):
     with open_probe(str(tmp_path), 2**40) as probe:
-        found = probe.bandwidth()
         assert probe.chunk_bytes == 8 * 2**20
-        probe.move(3, 5)
-    assert found.read_bps > 0
-    assert found.write_bps > 0
-    assert found.round_trip_bps < min(found.read_bps, found.write_bps)
+        probe.fill()
+        found = measure(probe, Crew(0, 1, 1, lambda value: [value]))
+    assert list(found.rates_bps) == ["off"], "alone there is nothing to compare"
+    assert found.typical_bps(found.best_scope()) > 0
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
 
 
-def test_a_nearly_full_tier_is_probed_with_what_is_there(tmp_path):
+def test_a_nearly_full_tier_is_looked_at_with_what_is_there(tmp_path):
     with open_probe(str(tmp_path), 100_000) as probe:
         assert probe.chunk_bytes == 3 * 4096
-        assert probe.bandwidth().read_bps > 0
+        probe.fill()
+        assert measure(probe, Crew(0, 1, 1, lambda value: [value])).typical_bps("off") > 0
+
+
+@pytest.mark.parametrize("bps", [20e6, 100e6, 1e9, 20e9])
+@pytest.mark.parametrize("step", [1, 2, 8, 12])
+def test_a_phase_is_about_half_a_second_in_even_shares(bps, step):
+    probe = SimpleNamespace(chunk_bytes=8 * 2**20)
+    load = _load(probe, step, bps)
+    assert load.num_pieces % step == 0
+    assert load.piece_bytes % 4096 == 0
+    assert load.piece_bytes <= probe.chunk_bytes
+    least = 2**20 * step
+    assert load.num_pieces * load.piece_bytes <= max(0.75 * bps, least)
+    assert load.num_pieces * load.piece_bytes >= min(0.25 * bps, least)
