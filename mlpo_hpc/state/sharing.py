@@ -90,7 +90,8 @@ def share_tiers(
     for index, (place, resource, pair) in enumerate(zip(places, resources, pairs, strict=True)):
         crew = _crew(resource, node)
         competes = measured and any(gather(crew.competes))
-        contention = _look(resource, place, node, crew) if competes or (weighed and not _given(place)) else None
+        looks = competes or (weighed and not _given(place))
+        contention = _look(resource, place, node, crew, competes) if looks else None
         scope = _scope(wanted, backend, contention if competes else None)
         weight = _weight(config, index, contention, scope) if moves else 1.0
         weights = gather_on_node(node, weight)
@@ -122,16 +123,16 @@ def _given(place: Place) -> bool:
     return bool(place.tier.read_bps and place.tier.write_bps)
 
 
-def _look(resource: Resource, place: Place, node: Node, crew: Crew) -> Contention:
+def _look(resource: Resource, place: Place, node: Node, crew: Crew, compare: bool) -> Contention:
     """Collective over the training world. Measure a tier, once a process."""
-    key = (resource.key, resource.permits)
+    key = (resource.key, resource.permits, compare)
     if not all(gather(key in _looked_at)):
         # All ranks look, and a nearly full tier must not fail for that.
         room = place.filesystem.free_bytes // (16 * node.node_size)
         with ExitStack() as files:
             probe = together(lambda: files.enter_context(open_probe(place.path, room)))
             together(probe.fill)
-            _looked_at[key] = measure(probe, crew)
+            _looked_at[key] = measure(probe, crew, compare)
     return _looked_at[key]
 
 
@@ -142,7 +143,9 @@ def _weight(config: OffloadConfig, index: int, contention: Contention | None, sc
     tier = config.tiers[index] if config.tiers else None
     if tier is not None and tier.read_bps and tier.write_bps:
         return 2 / (1 / tier.read_bps + 1 / tier.write_bps)
-    return contention.typical_bps(scope) if contention else 1.0
+    if contention is None:
+        return 1.0
+    return contention.typical_bps(scope if scope in contention.rates_bps else "off")
 
 
 def _scope(wanted: str, backend: str, contention: Contention | None) -> str:

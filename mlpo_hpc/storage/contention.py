@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,8 @@ EQUAL = 1.05
 """Differences below this factor count as none."""
 
 ROUNDS = 3
-PHASE_S = 0.5
+PHASE_S = 1.0
+MOST_BYTES = 256 * 2**20
 PIECES = 16
 """That each rank moves each way in a phase, at least."""
 LEAST_PIECE_BYTES = 2**20
@@ -88,7 +88,7 @@ class Crew:
         return self.size > self.permits
 
 
-def measure(probe: Probe, crew: Crew) -> Contention:
+def measure(probe: Probe, crew: Crew, compare: bool = True) -> Contention:
     """Collective over the training world. Measure one tier, for a few seconds at most.
 
     Parameters
@@ -97,10 +97,14 @@ def measure(probe: Probe, crew: Crew) -> Contention:
         Of this rank, filled.
     crew : Crew
         Those that share the tier; one that does not compete only finds out how fast the tier is.
+    compare : bool
+        Whether to find out about turns too; the same on all ranks.
     """
     step = math.lcm(crew.size, crew.permits)
     trial_bps = _phase(probe, crew, "off", 0, Load(step, probe.chunk_bytes))
     load = _load(probe, step, trial_bps)
+    if not compare:
+        return Contention({"off": [_phase(probe, crew, "off", 0, load)]})
     scopes = SCOPES if crew.competes else SCOPES[:1]
     rates: dict[str, list[float]] = {scope: [] for scope in scopes}
     for turn in range(ROUNDS):
@@ -122,8 +126,8 @@ class Load:
 
 
 def _load(probe: Probe, step: int, trial_bps: float) -> Load:
-    """About half a second's, in pieces small enough to be shared evenly and to keep all threads at it."""
-    nbytes = trial_bps * PHASE_S
+    """About a second's, in pieces small enough to be shared evenly and to keep all threads at it."""
+    nbytes = min(MOST_BYTES, trial_bps * PHASE_S)
     piece = min(probe.chunk_bytes, max(LEAST_PIECE_BYTES, nbytes / (PIECES * step)))
     piece_bytes = max(1, int(piece) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return Load(step * max(1, round(nbytes / piece_bytes / step)), piece_bytes)
@@ -135,16 +139,20 @@ def _phase(probe: Probe, crew: Crew, scope: str, turn: int, load: Load) -> float
     reads, writes = (
         _part(load.num_pieces, ranks, crew.number) if takes_part else 0 for ranks in _active(crew, scope, turn)
     )
-
-    def move() -> tuple[float, float]:
-        begin = time.monotonic()  # one clock for all processes of a node
-        probe.move(reads, writes, load.piece_bytes)
-        return begin, time.monotonic()
-
     gather(None)  # all begin together
-    times = crew.gather(together(move))
-    duration_s: float = max(end for _, end in times) - min(begin for begin, _ in times)
-    return load.num_pieces * load.piece_bytes / duration_s
+    done = crew.gather(together(lambda: probe.move(reads, writes, load.piece_bytes)))
+    return _steady_bps(sorted(at for times in done for at in times), load.piece_bytes)
+
+
+def _steady_bps(done_s: list[float], piece_bytes: int) -> float:
+    """Bytes per second each way, from when each piece of both ways was done (one clock for a node's processes).
+
+    The first third does not count: caches and throttles give more at first.
+    """
+    if len(done_s) < 2:  # this crew had a rest
+        return 0.0
+    first = len(done_s) // 3
+    return (len(done_s) - 1 - first) / 2 * piece_bytes / max(1e-9, done_s[-1] - done_s[first])
 
 
 def _active(crew: Crew, scope: str, turn: int) -> tuple[list[int], list[int]]:

@@ -54,8 +54,8 @@ class Probe:
                 list(pool.map(self._container.write, range(self._written, self._written + count), self._views))
             self._written += count
 
-    def move(self, num_reads: int, num_writes: int, piece_bytes: int) -> None:
-        """Read and write pieces of slots at the same time."""
+    def move(self, num_reads: int, num_writes: int, piece_bytes: int) -> list[float]:
+        """Read and write pieces of slots at the same time; return when each was done (`time.monotonic`)."""
         ways = [(self._container.read, num_reads), (self._container.write, num_writes)]
         with ThreadPoolExecutor(2 * THREADS_PER_WAY) as pool:
             futures = [
@@ -68,13 +68,15 @@ class Probe:
                 for way, (call, count) in enumerate(ways)
                 for thread in range(THREADS_PER_WAY)
             ]
-            for future in futures:
-                future.result()
+            return [at for future in futures for at in future.result()]
 
-    def _work(self, call: Callable[[int, memoryview], None], view: memoryview, pieces: Sequence[int]) -> None:
+    def _work(self, call: Callable[[int, memoryview], None], view: memoryview, pieces: Sequence[int]) -> list[float]:
+        done = []
         with view:
             for piece in pieces:
                 call(piece % self._written, view)
+                done.append(time.monotonic())
+        return done
 
 
 def open_probe(directory: str, room_bytes: int) -> Probe:

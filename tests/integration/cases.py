@@ -20,6 +20,7 @@ FACTORS: dict[str, list[Any]] = {
     "budget": ["minimum", "third", "all"],
     "tiers": [1, 2, 3],
     "placement": ["proportional", "static"],
+    "tokens": ["flock", "off"],
 }
 
 CORE = ["dtype", "accumulation", "clipping", "feature", "order", "budget"]
@@ -125,5 +126,6 @@ def our_config(case: dict[str, Any], dirs: list[str], host_bytes: int) -> dict[s
         "order": case["order"],
         "placement": static if case["placement"] == "static" else "proportional",
         "chunk_bytes": 8192,
+        "tokens": {"backend": case["tokens"]},
     }
     return config

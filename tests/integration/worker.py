@@ -53,6 +53,7 @@ def config(args: Args, **changes: Any) -> dict[str, Any]:
             ],
             "host_memory": args.get("host_memory", 150_000 * int(os.environ["WORLD_SIZE"])),
             "chunk_bytes": 8192,
+            "tokens": {"backend": "flock"},  # 'auto' would take a few seconds to measure, each time
         },
     }
     made["mlp_offload"].update(args.get("section", {}))

@@ -328,6 +328,7 @@ def test_auto_takes_turns_where_they_pay(world: MPI.Intracomm) -> None:
     from unittest.mock import patch
 
     from mlpo_hpc.state import sharing, tiers
+    from mlpo_hpc.storage import contention
     from mlpo_hpc.storage.probe import Probe
     from tests.standin import DriveContainer, SharedDrive
 
@@ -345,7 +346,7 @@ def test_auto_takes_turns_where_they_pay(world: MPI.Intracomm) -> None:
     )
     busy = {}
     for backend in ("auto", "off"):
-        with probes, containers:
+        with probes, containers, patch.object(contention, "PHASE_S", 0.2):
             section = {"tiers": [{"name": os.path.basename(path), "dir": path} for path in drives]}
             engine, _ = train(world, folder, backend, steps=1, **section)
             engine.optimizer._store.pipeline.flush()

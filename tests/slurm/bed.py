@@ -105,10 +105,12 @@ class Bed:
             "OMP_NUM_THREADS": "1",
         }
 
-    def run(self, *command: str, timeout_s: float = 300, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str, timeout_s: float = 300, cwd: Path | None = None, **environ: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command of Slurm's."""
         env = {**self.environ, **environ}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
 
 
 @contextmanager

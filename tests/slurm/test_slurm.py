@@ -147,6 +147,19 @@ def test_without_mpi_file_locks_do(bed, tmp_path):
     assert "tokens: backend 'flock' (as configured)" in text
 
 
+def test_the_batch_script_runs_as_it_is(bed, tmp_path):
+    python("system")
+    where = {
+        "MLPO_VENV": str(ENVIRONMENTS / "system"), "MLPO_PFS": str(bed.shared), "MLPO_NVME": str(bed.scratch),
+        "MLPO_ARGS": f"{' '.join(TINY)} --out {tmp_path}/out", **tiers(bed.scratch, bed.shared),
+    }  # fmt: skip
+    job = [f"--output={tmp_path}/log", "-N2", "--ntasks-per-node=2", "--wait", "slurm/pretrain.sbatch"]
+    done = bed.run("sbatch", *job, cwd=ROOT, **where)
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log").read_text()[-6000:]
+    assert len(losses(tmp_path / "out")) == 4
+    assert list(bed.shared.iterdir()) == [], "the job's directory is gone"
+
+
 def test_a_dead_holder_is_named_where_the_launcher_does_not_end_the_job(bed, tmp_path):
     """PMI 2 tells nobody of a death (PMIx does, and Slurm then ends the job at once)."""
     command = [python("mpich"), "-m", "tests.mpi.killed"]

@@ -9,7 +9,8 @@ import pytest
 from mlpo_hpc.state.cache import Pool
 from mlpo_hpc.state.pipeline import Pipeline
 from mlpo_hpc.state.table import Record, Table
-from mlpo_hpc.storage.contention import Contention, Crew, _active, _part, measure
+from mlpo_hpc.storage import contention
+from mlpo_hpc.storage.contention import Contention, Crew, _active, _part, _steady_bps, measure
 from mlpo_hpc.storage.probe import Probe
 from mlpo_hpc.storage.tier import StorageTier
 from mlpo_hpc.tokens.base import FreeToken
@@ -19,6 +20,11 @@ from tests.standin import DriveContainer, SharedDrive
 from tests.unit.test_tokens import PlainCounters
 
 BPS = 200e6
+
+
+@pytest.fixture(autouse=True)
+def _short_phases(monkeypatch):
+    monkeypatch.setattr(contention, "PHASE_S", 0.2)
 
 
 class Crewmates:
@@ -95,6 +101,12 @@ def rates(off, direction, tier):
 )
 def test_turns_must_earn_their_keep(measured, scope):
     assert measured.best_scope() == scope
+
+
+def test_a_burst_at_the_beginning_does_not_count():
+    burst, steady = [0.0] * 8, [0.1 * i for i in range(1, 17)]  # 16 pieces in 1.6 s, both ways together
+    assert _steady_bps([*burst, *steady], 100) == pytest.approx(100 * 10 / 2)
+    assert _steady_bps([1.0], 100) == 0
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
