@@ -1,5 +1,5 @@
 # make demo     pre-train a GPT on two ranks over two storage tiers
-# make test     the tests (one machine, no GPU needed)
+# make test     the tests (one machine, no GPU needed); test-mpi, test-slurm: those with an MPI, a Slurm
 VENV ?= .venv
 BIN = $(VENV)/bin
 # An MPI on PATH comes first; the environment has a wheel of Open MPI if that one did not work.
