@@ -75,9 +75,9 @@ class Tier(Section):
     capacity: ByteSize | None = None
     """Bytes this job may use here, on each node. Default: what is free."""
     read_bps: BytesPerSecond | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Read bandwidth in bytes/s. Probed for a moment when not given."""
+    """Read bandwidth in bytes/s. Tiers are measured unless all have both rates."""
     write_bps: BytesPerSecond | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Write bandwidth in bytes/s. Probed for a moment when not given."""
+    """Write bandwidth in bytes/s."""
     permits: int | None = Field(default=None, ge=1)
     """How many may move bytes here at once; default ``tokens.permits``."""
     allow_memory: bool = False
@@ -89,9 +89,9 @@ class Tokens(Section):
 
     backend: Literal["auto", "mpi", "flock", "local", "off"] = "auto"
     """``mpi``: fair turns of co-located ranks; ``flock``: turns, fairness not promised; ``local``: within
-    the process only; ``auto``: ``local``."""
+    the process only; ``auto``: measured for each tier, whether turns pay."""
     permits: int = Field(default=1, ge=1)
-    """How many may move bytes on one tier in one direction at once."""
+    """How many ranks may hold a tier's token at once."""
     timeout_s: float = Field(default=1800, gt=0)
     """A tier without any progress for this long ends the job."""
 

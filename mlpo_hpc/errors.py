@@ -30,6 +30,10 @@ class ConfigError(MlpoError, ValueError):
     """The configuration cannot be used."""
 
 
+class MpiMismatch(ConfigError):
+    """The launcher and the MPI library do not belong together."""
+
+
 class UnsupportedError(MlpoError):
     """A DeepSpeed feature, version or optimizer that does not fit this offload engine."""
 

@@ -10,15 +10,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mlpo_hpc.cluster.launch import has_pmi, mpi_launcher
 from mlpo_hpc.cluster.verdict import gather, together, world_rank
-from mlpo_hpc.errors import ConfigError
+from mlpo_hpc.errors import MpiMismatch
 from mlpo_hpc.telemetry.log import warn
 
 if TYPE_CHECKING:
@@ -53,11 +53,16 @@ class Node:
 
 def find_node() -> Node:
     """Collective over the training world. Find the ranks that share this host."""
-    mine = (socket.gethostname(), BOOT_ID.read_text().strip() if BOOT_ID.exists() else "")
+    mine = (socket.gethostname(), machine_id())
     everyone = gather(mine)
     rank = world_rank()
     _warn_of_containers(everyone)
     return Node(mine[0], rank, len(everyone), everyone[:rank].count(mine), everyone.count(mine), mine[1])
+
+
+def machine_id() -> str:
+    """Tells machines apart, whatever their names; empty where the system does not tell."""
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
 
 
 def _warn_of_containers(everyone: list[tuple[str, str]]) -> None:
@@ -85,18 +90,18 @@ def common_folder(node: Node) -> Iterator[Path | None]:
     Path or None
         None on all ranks of the job if those of one node do not see the same files (containers).
     """
-    made = together(lambda: _make_folder() if node.node_rank == 0 else None)
-    try:
-        folder = next(path for path in gather_on_node(node, made) if path is not None)
+    with ExitStack() as made:
+        mine = together(lambda: _make_folder(made) if node.node_rank == 0 else None)
+        folder = next(path for path in gather_on_node(node, mine) if path is not None)
         yield folder if all(gather(folder.is_dir())) else None
-    finally:
-        if made is not None:
-            shutil.rmtree(made)
 
 
-def _make_folder() -> Path:
+def _make_folder(endings: ExitStack) -> Path:
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="mlpo_hpc-", dir=base))
+    folder = tempfile.mkdtemp(prefix="mlpo_hpc-", dir=base)
+    # On NFS a file that is open still has a name: failing for that on one rank would leave the others waiting.
+    endings.callback(lambda: shutil.rmtree(folder, ignore_errors=True))
+    return Path(folder)
 
 
 def start_mpi(expected_size: int | None = None) -> MPI.Intracomm:
@@ -106,28 +111,52 @@ def start_mpi(expected_size: int | None = None) -> MPI.Intracomm:
     ------
     ImportError
         If mpi4py or the MPI library is missing.
-    ConfigError
-        If the world has another than the expected size: the launcher and the MPI library do not belong together.
+    RuntimeError
+        If mpi4py finds no MPI library.
+    MpiMismatch
+        If the world has another than the expected size.
     """
-    if expected_size is not None:
-        _look_for_pmi(expected_size)
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
+    mpi = _import_mpi()
+    library = mpi.Get_library_version().split(",")[0].splitlines()[0]
+    if not mpi.Is_initialized():
+        if expected_size is not None:
+            _look_for_pmi(expected_size, library)
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        atexit.register(_finalize)
+    world: Any = mpi.COMM_WORLD
     if expected_size is not None and world.size != expected_size:
-        raise ConfigError(_mismatch(world.size, expected_size, MPI.Get_library_version().split(",")[0].splitlines()[0]))
+        raise MpiMismatch(_mismatch(world.size, expected_size, library))
     if world.size > 1 and not isinstance(sys.excepthook, _AbortHook):
         sys.excepthook = _AbortHook(world, sys.excepthook)
         atexit.register(sys.stdout.flush)
-    return world
+    return cast("MPI.Intracomm", world)
 
 
-def _look_for_pmi(expected_size: int) -> None:
-    """Without it some MPI libraries make N worlds of one, and others abort."""
+def _import_mpi() -> Any:
+    """Without initialising it, so that what would end the process can be said before."""
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    return MPI
+
+
+def _finalize() -> None:
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def _look_for_pmi(expected_size: int, library: str) -> None:
+    """Open MPI may abort without it; other libraries have ways of their own or make N worlds of one."""
     launcher = mpi_launcher(os.environ, expected_size)
-    if expected_size > 1 and launcher is not None and launcher.name == "srun" and not has_pmi(os.environ):
-        raise ConfigError(
-            f"srun started {expected_size} processes without a way for MPI to find the others. {_srun_advice('')}"
+    under_srun = expected_size > 1 and launcher is not None and launcher.name == "srun"
+    if under_srun and "Open MPI" in library and not has_pmi(os.environ):
+        raise MpiMismatch(
+            f"srun started {expected_size} processes without a way for MPI to find the others. {_srun_advice(library)}"
         )
 
 

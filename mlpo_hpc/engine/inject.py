@@ -142,9 +142,11 @@ def init_distributed() -> None:
     accelerator = deepspeed.accelerator.get_accelerator()
     started = deepspeed.comm.is_initialized()
     if not started:
-        launch.prepare(have_met=torch.distributed.is_initialized())
+        dist = torch.distributed
+        launch.prepare((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
     if accelerator.device_name() != "cpu":
         _pick_device(accelerator)
+    os.environ.setdefault("LOCAL_RANK", "0")
     if not started:
         backend = accelerator.communication_backend_name()
         with _nothing_to_compile(deepspeed.ops):
@@ -155,9 +157,10 @@ def _pick_device(accelerator: Any) -> None:
     """Choose the device before the first collective: all ranks would meet on device 0.
 
     A launcher may show each rank one device only (``--gpus-per-task``); DeepSpeed and torch take
-    LOCAL_RANK for its number, so it becomes 0 there.
+    LOCAL_RANK for its number, so it becomes 0 there. Without LOCAL_RANK whoever started
+    torch.distributed has chosen.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = int(os.environ.setdefault("LOCAL_RANK", str(accelerator.current_device())))
     if accelerator.device_count() == 1 and local_rank > 0:
         for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):  # DeepSpeed wants these equal
             if name in os.environ:

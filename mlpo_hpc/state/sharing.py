@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from mlpo_hpc.cluster.node import Node, gather_on_node
+from mlpo_hpc.cluster.node import Node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig, Static
 from mlpo_hpc.storage.contention import Contention, Crew, measure
 from mlpo_hpc.storage.place import Place
 from mlpo_hpc.storage.probe import open_probe
-from mlpo_hpc.telemetry.log import say
+from mlpo_hpc.telemetry.log import say, warn
 from mlpo_hpc.tokens.base import FreeToken
 from mlpo_hpc.tokens.open import Resource, TokenPair, open_tokens, pick_backend
 
@@ -85,20 +85,29 @@ def share_tiers(
     pairs = open_tokens(backend, resources, node, config.tokens.timeout_s, endings)
     say("tokens: backend '%s' (%s)", backend, reason)
     measured = wanted == "auto" and backend in ("mpi", "flock")
-    weighed = moves and len(places) > 1 and not isinstance(config.placement, Static)
+    given = all(place.tier.read_bps and place.tier.write_bps for place in places)
+    weighed = moves and len(places) > 1 and not given and not isinstance(config.placement, Static)
+    _warn_of_lone_rates(places, given)
     shared = []
     for index, (place, resource, pair) in enumerate(zip(places, resources, pairs, strict=True)):
         crew = _crew(resource, node)
         competes = measured and any(gather(crew.competes))
-        looks = competes or (weighed and not _given(place))
-        contention = _look(resource, place, node, crew, competes) if looks else None
+        contention = _look(resource, place, node, crew, competes) if competes or weighed else None
         scope = _scope(wanted, backend, contention if competes else None)
-        weight = _weight(config, index, contention, scope) if moves else 1.0
-        weights = gather_on_node(node, weight)
-        shared.append(Sharing(_scoped(pair, scope), backend, scope, contention, sum(weights) / len(weights)))
-        if contention is not None:
-            say("tier %s: %s", place.tier.name, _describe(contention, scope, crew.size))
+        weight = _weight(config, index, contention, scope, crew, given)
+        shared.append(Sharing(_scoped(pair, scope), backend, scope, contention, weight))
+        _say(place.tier.name, node, crew, contention, scope)
     return shared
+
+
+def _warn_of_lone_rates(places: Sequence[Place], given: bool) -> None:
+    lone = [place.tier.name for place in places if place.tier.read_bps or place.tier.write_bps]
+    if lone and not given:
+        warn(
+            "'read_bps' and 'write_bps' of tier %s are not used: they weigh tiers against each other only where "
+            "all tiers have both. All are measured instead",
+            ", ".join(lone),
+        )
 
 
 def _resource(config: OffloadConfig, node: Node, place: Place) -> Resource:
@@ -119,16 +128,13 @@ def _crew(resource: Resource, node: Node) -> Crew:
     return Crew(number, everyone.count(mine), resource.permits, gather_crew)
 
 
-def _given(place: Place) -> bool:
-    return bool(place.tier.read_bps and place.tier.write_bps)
-
-
 def _look(resource: Resource, place: Place, node: Node, crew: Crew, compare: bool) -> Contention:
     """Collective over the training world. Measure a tier, once a process."""
     key = (resource.key, resource.permits, compare)
     if not all(gather(key in _looked_at)):
         # All ranks look, and a nearly full tier must not fail for that.
-        room = place.filesystem.free_bytes // (16 * node.node_size)
+        capacity = int(place.tier.capacity or place.filesystem.free_bytes)
+        room = min(crew.gather(min(capacity, place.filesystem.free_bytes // 16) // node.node_size))
         with ExitStack() as files:
             probe = together(lambda: files.enter_context(open_probe(place.path, room)))
             together(probe.fill)
@@ -136,16 +142,18 @@ def _look(resource: Resource, place: Place, node: Node, crew: Crew, compare: boo
     return _looked_at[key]
 
 
-def _weight(config: OffloadConfig, index: int, contention: Contention | None, scope: str) -> float:
-    """Bytes per second that pass the tier each way at the same time, as configured or as measured."""
+def _weight(
+    config: OffloadConfig, index: int, contention: Contention | None, scope: str, crew: Crew, given: bool
+) -> float:
+    """What one rank of the crew gets, in bytes per second each way at the same time, as configured or as measured."""
     if isinstance(config.placement, Static):
         return config.placement.static[index]
-    tier = config.tiers[index] if config.tiers else None
-    if tier is not None and tier.read_bps and tier.write_bps:
-        return 2 / (1 / tier.read_bps + 1 / tier.write_bps)
+    if given and config.tiers:
+        tier = config.tiers[index]
+        return 2 / (1 / float(tier.read_bps or 1) + 1 / float(tier.write_bps or 1)) / crew.size
     if contention is None:
         return 1.0
-    return contention.typical_bps(scope if scope in contention.rates_bps else "off")
+    return contention.typical_bps(scope if scope in contention.rates_bps else "off") / crew.size
 
 
 def _scope(wanted: str, backend: str, contention: Contention | None) -> str:
@@ -158,6 +166,15 @@ def _scoped(pair: TokenPair, scope: str) -> TokenPair:
     if scope == "off":
         return FreeToken(), FreeToken()
     return (pair[1], pair[1]) if scope == "tier" else pair
+
+
+def _say(name: str, node: Node, crew: Crew, contention: Contention | None, scope: str) -> None:
+    """Collective over the training world. What was found, once for each different decision."""
+    said = set()
+    for host, size, found, decided in gather((node.host, crew.size, contention, scope)):
+        if found is not None and (size, decided) not in said:
+            say("tier %s on %s: %s", name, host, _describe(found, decided, size))
+            said.add((size, decided))
 
 
 def _describe(contention: Contention, scope: str, size: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ EQUAL = 1.05
 """Differences below this factor count as none."""
 
 ROUNDS = 3
+LIMIT_S = 10.0
+"""No further round is begun after it."""
 PHASE_S = 1.0
 MOST_BYTES = 256 * 2**20
 PIECES = 16
@@ -52,7 +55,7 @@ class Contention:
         ]
 
     def best_scope(self) -> str:
-        """The least exclusion that nothing stricter beats by 5 % in the median, and in every round at all."""
+        """The least exclusion that no stricter candidate beats by 5 % in the median, and in every round at all."""
         best = SCOPES[0]
         for scope in self.candidates():
             gains = [b / a for a, b in zip(self.rates_bps[best], self.rates_bps[scope], strict=True)]
@@ -101,19 +104,21 @@ def measure(probe: Probe, crew: Crew, compare: bool = True) -> Contention:
         Whether to find out about turns too; the same on all ranks.
     """
     step = math.lcm(crew.size, crew.permits)
-    trial_bps = _phase(probe, crew, "off", 0, Load(step, probe.chunk_bytes))
-    load = _load(probe, step, trial_bps)
+    load = _load(probe, step, _phase(probe, crew, "off", 0, Load(step, probe.chunk_bytes)).whole_bps)
     if not compare:
-        return Contention({"off": [_phase(probe, crew, "off", 0, load)]})
+        return Contention({"off": [_phase(probe, crew, "off", 0, load).steady_bps]})
     scopes = SCOPES if crew.competes else SCOPES[:1]
     rates: dict[str, list[float]] = {scope: [] for scope in scopes}
+    begin = time.monotonic()
     for turn in range(ROUNDS):
         for scope in (*SCOPES[turn:], *SCOPES[:turn]):
-            rate = _phase(probe, crew, scope, turn, load)
+            phase = _phase(probe, crew, scope, turn, load)
             if scope in rates:
-                rates[scope].append(rate)
-        if not any(gather(bool(Contention(rates).candidates()))):
-            break  # turns must pay in every round
+                rates[scope].append(phase.steady_bps)
+        # Turns must pay in every round; a slow tier is decided after fewer of them.
+        goes_on = bool(Contention(rates).candidates()) and time.monotonic() - begin < LIMIT_S
+        if not any(gather(goes_on)):
+            break
     return Contention(rates)
 
 
@@ -133,26 +138,56 @@ def _load(probe: Probe, step: int, trial_bps: float) -> Load:
     return Load(step * max(1, round(nbytes / piece_bytes / step)), piece_bytes)
 
 
-def _phase(probe: Probe, crew: Crew, scope: str, turn: int, load: Load) -> float:
-    """Move a load each way, by those whose turn it is; return bytes per second each way."""
-    takes_part = crew.competes or scope == "off"
-    reads, writes = (
-        _part(load.num_pieces, ranks, crew.number) if takes_part else 0 for ranks in _active(crew, scope, turn)
-    )
-    gather(None)  # all begin together
-    done = crew.gather(together(lambda: probe.move(reads, writes, load.piece_bytes)))
-    return _steady_bps(sorted(at for times in done for at in times), load.piece_bytes)
+@dataclass(frozen=True)
+class Phase:
+    """When a crew was done with each piece (one clock for all processes of a node).
 
-
-def _steady_bps(done_s: list[float], piece_bytes: int) -> float:
-    """Bytes per second each way, from when each piece of both ways was done (one clock for a node's processes).
-
-    The first third does not count: caches and throttles give more at first.
+    Parameters
+    ----------
+    begin_s : float
+        When the first began.
+    done_s : list of list of float
+        For reading and for writing, sorted.
+    piece_bytes : int
+        Size of a piece.
     """
-    if len(done_s) < 2:  # this crew had a rest
-        return 0.0
-    first = len(done_s) // 3
-    return (len(done_s) - 1 - first) / 2 * piece_bytes / max(1e-9, done_s[-1] - done_s[first])
+
+    begin_s: float
+    done_s: list[list[float]]
+    piece_bytes: int
+
+    @property
+    def whole_bps(self) -> float:
+        """Bytes per second each way, from begin to end."""
+        num_pieces = max(map(len, self.done_s))
+        return num_pieces * self.piece_bytes / max(1e-9, max(map(max, self.done_s)) - self.begin_s)
+
+    @property
+    def steady_bps(self) -> float:
+        """Bytes per second of the slower way, without its first third: caches and throttles give more at first."""
+        return min(map(self._steady_bps, self.done_s))
+
+    def _steady_bps(self, done_s: list[float]) -> float:
+        first = len(done_s) // 3
+        if len(done_s) - first < 2:
+            return self.whole_bps if any(self.done_s) else 0.0
+        return (len(done_s) - 1 - first) * self.piece_bytes / max(1e-9, done_s[-1] - done_s[first])
+
+
+def _phase(probe: Probe, crew: Crew, scope: str, turn: int, load: Load) -> Phase:
+    """Move a load each way, by those whose turn it is."""
+    takes_part = crew.competes or scope == "off"
+    reads, writes = [
+        _part(load.num_pieces, ranks, crew.number) if takes_part else 0 for ranks in _active(crew, scope, turn)
+    ]
+
+    def move() -> tuple[float, list[list[float]]]:
+        return time.monotonic(), probe.move(reads, writes, load.piece_bytes)
+
+    gather(None)  # all begin together
+    moved = crew.gather(together(move))
+    done_s = [sorted(at for _, ways in moved for at in ways[way]) for way in range(2)]
+    return Phase(min(begin for begin, _ in moved), done_s, load.piece_bytes)
 
 
 def _active(crew: Crew, scope: str, turn: int) -> tuple[list[int], list[int]]:

@@ -54,21 +54,19 @@ class Probe:
                 list(pool.map(self._container.write, range(self._written, self._written + count), self._views))
             self._written += count
 
-    def move(self, num_reads: int, num_writes: int, piece_bytes: int) -> list[float]:
-        """Read and write pieces of slots at the same time; return when each was done (`time.monotonic`)."""
+    def move(self, num_reads: int, num_writes: int, piece_bytes: int) -> list[list[float]]:
+        """Read and write pieces of slots at the same time; when each was done (`time.monotonic`), by way."""
         ways = [(self._container.read, num_reads), (self._container.write, num_writes)]
         with ThreadPoolExecutor(2 * THREADS_PER_WAY) as pool:
             futures = [
-                pool.submit(
-                    self._work,
-                    call,
-                    self._views[THREADS_PER_WAY * way + thread][:piece_bytes],
-                    range(thread, count, THREADS_PER_WAY),
-                )
+                [
+                    pool.submit(self._work, call, self._views[THREADS_PER_WAY * way + thread][:piece_bytes], pieces)
+                    for thread in range(THREADS_PER_WAY)
+                    if (pieces := range(thread, count, THREADS_PER_WAY))
+                ]
                 for way, (call, count) in enumerate(ways)
-                for thread in range(THREADS_PER_WAY)
             ]
-            return [at for future in futures for at in future.result()]
+            return [[at for future in of_way for at in future.result()] for of_way in futures]
 
     def _work(self, call: Callable[[int, memoryview], None], view: memoryview, pieces: Sequence[int]) -> list[float]:
         done = []

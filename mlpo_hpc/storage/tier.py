@@ -47,7 +47,7 @@ class StorageTier:
 
     def status(self) -> str:
         """What is queued and who holds the tokens, for messages."""
-        who = "; ".join(f"token {turn.who()}" for turn in self._turns.values())
+        who = "; ".join(f"token for {way}: {turn.who()}" for way, turn in self._turns.items())
         return f"{self.name} {self.reads.queued()} to read, {self.writes.queued()} to write ({who})"
 
     def close(self) -> None:

@@ -71,6 +71,9 @@ class FreeToken(Token):
     def wanted(self) -> bool:
         return False
 
+    def who(self) -> str:
+        return "no turns are taken"
+
 
 class Turn:
     """One rank's hold on a token, shared by its I/O threads of one tier and direction.
@@ -121,7 +124,7 @@ class BackgroundTurn:
     Parameters
     ----------
     token : Token
-        The tier's, as the other traffic has it.
+        The tier's; an object of its own, for one `FlockToken` does not exclude its own threads.
     timeout_s : float
         Longest wait before `StorageTimeout`.
     """
@@ -140,17 +143,24 @@ class BackgroundTurn:
             If that did not come within `timeout_s`.
         """
         begin = time.monotonic()
-        self._one.acquire()
-        while self._token.locked() or self._token.wanted():
-            waited_s = time.monotonic() - begin
-            if waited_s > self._timeout_s:
-                self._one.release()
-                raise StorageTimeout(
-                    f"background traffic got no turn within {self._timeout_s:.0f} s on {here()}; {self._token.who()}"
-                )
-            time.sleep(min(max(50e-6, waited_s / 8), 0.01))
-        self._token.acquire()
+        if not self._one.acquire(timeout=self._timeout_s):
+            raise self._too_long()
+        try:
+            while self._token.locked() or self._token.wanted():
+                waited_s = time.monotonic() - begin
+                if waited_s > self._timeout_s:
+                    raise self._too_long()
+                time.sleep(min(max(50e-6, waited_s / 8), 0.01))
+            self._token.acquire()
+        except BaseException:
+            self._one.release()
+            raise
         return time.monotonic() - begin
+
+    def _too_long(self) -> StorageTimeout:
+        return StorageTimeout(
+            f"background traffic got no turn within {self._timeout_s:.0f} s on {here()}; {self._token.who()}"
+        )
 
     def leave(self) -> None:
         """Give the token back."""

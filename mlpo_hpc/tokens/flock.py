@@ -59,6 +59,8 @@ class FlockToken(Token):
         fd, self._held = self._held, None
         if fd is None:
             raise RuntimeError("release of a token that is not held")
+        if fd not in self._fds:  # freed meanwhile: its number may be another file's
+            return
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def locked(self) -> bool:

@@ -68,6 +68,9 @@ class LocalToken(Token):
             else:
                 self._free += 1
 
+    def who(self) -> str:
+        return "held within this process" if self.locked() else "free"
+
     def locked(self) -> bool:
         with self._lock:
             return self._free == 0

@@ -17,7 +17,7 @@ import numpy as np
 
 from mlpo_hpc.cluster.launch import mpi_launcher
 from mlpo_hpc.cluster.node import Node, gather_on_node, start_mpi
-from mlpo_hpc.cluster.verdict import gather, together
+from mlpo_hpc.cluster.verdict import gather, raise_together, together
 from mlpo_hpc.errors import MlpoError
 from mlpo_hpc.tokens.ticket import Counters
 
@@ -157,11 +157,15 @@ def token_counters(
         Counters that each needs.
     """
     counts = gather_on_node(node, len(_tokens))
-    if len(set(counts)) > 1:
-        raise MlpoError(f"ranks of host {node.host} have opened different numbers of tokens before: {counts}")
+    error = MlpoError(f"ranks of host {node.host} have opened different numbers of tokens before: {counts}")
+    raise_together(error if len(set(counts)) > 1 else None)
+    together(lambda: _make_missing(keys, counters_per_token))
+    return {key: _tokens[key] for key in keys}
+
+
+def _make_missing(keys: Sequence[Hashable], counters_per_token: int) -> None:
     for key in keys:
         if key not in _tokens:
             if len(_tokens) == TOKENS_PER_WINDOW * len(_windows):
                 _windows.append(WindowCounters(node_communicator(), TOKENS_PER_WINDOW * counters_per_token))
             _tokens[key] = (_windows[-1], len(_tokens) % TOKENS_PER_WINDOW * counters_per_token)
-    return {key: _tokens[key] for key in keys}

@@ -108,13 +108,15 @@ def _open_mpi(
     from mlpo_hpc.tokens.mpi_window import token_counters
     from mlpo_hpc.tokens.ticket import TicketToken
 
+    # Containers of one name may share memory and not see each other's processes.
+    looks = all(gather_on_node(node, all(process.is_alive() for process in processes)))
     keys = [(*entry, way) for entry in shared for way in WAYS]
     places = token_counters(node, keys, TicketToken.num_counters(node.node_size))
 
     def token(resource: Resource, way: str) -> Token:
         counters, base = places[resource.key, resource.permits, way]
         name = f"{way} on {resource.name}"
-        return TicketToken(name, counters, base, resource.permits, node.node_rank, processes, timeout_s)
+        return TicketToken(name, counters, base, resource.permits, node.node_rank, processes, timeout_s, looks)
 
     return [(token(r, WAYS[0]), token(r, WAYS[1])) for r in resources]
 

@@ -33,6 +33,6 @@ def start_ticks(pid: int) -> int | None:
     """Field 22 of /proc/PID/stat; None if there is no such process, or only its zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in ("Z", "X") else int(fields[19])

@@ -59,6 +59,8 @@ class TicketToken(Token):
         The ranks of the node.
     timeout_s : float
         Longest wait before `StorageTimeout`.
+    looks : bool
+        Whether the others' processes can be seen from here, so that their death can.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class TicketToken(Token):
         node_rank: int,
         processes: list[Process],
         timeout_s: float = 1800.0,
+        looks: bool = True,
     ) -> None:
         self.name = name
         self._counters = counters
@@ -78,6 +81,7 @@ class TicketToken(Token):
         self._node_rank = node_rank
         self._processes = processes
         self._timeout_s = timeout_s
+        self._looks = looks
 
     @staticmethod
     def num_counters(node_size: int) -> int:
@@ -123,7 +127,7 @@ class TicketToken(Token):
         while not self._is_served(ticket):
             time.sleep(min(max(FIRST_SLEEP_S, PART_OF_WAIT * (now - begin)), LONGEST_SLEEP_S))
             now = time.monotonic()
-            if now >= look_at:
+            if self._looks and now >= look_at:
                 look_at = now + LOOK_S
                 self._look_for_dead()
             if now >= report_at:

@@ -11,7 +11,7 @@ import pytest
 
 from mlpo_hpc.cluster import launch, memory, network, node
 from mlpo_hpc.cluster.memory import _cgroup_headrooms
-from mlpo_hpc.errors import ConfigError
+from mlpo_hpc.errors import ConfigError, MpiMismatch
 from tests.ranks import ROOT
 
 
@@ -86,6 +86,9 @@ def test_srun_ranks_meet_at_the_step_s_first_node_and_a_port_of_the_job(monkeypa
     step = {"SLURM_STEP_NODELIST": "n[07-09]", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     for name, value in step.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")
+    monkeypatch.setenv("SLURM_LOCALID", "0")
     srun = launch.LAUNCHERS[-1]
     address, port = launch._meeting_point(srun, 3)
     assert address == "n07"
@@ -165,13 +168,68 @@ def test_n_worlds_of_one_are_told_from_one_of_n(environ, library, words, monkeyp
     assert "cray" not in text
 
 
-def test_srun_without_pmi_is_said_before_mpi_starts(monkeypatch):
+def test_srun_without_pmi_is_said_before_open_mpi_starts(monkeypatch):
     for key, value in SRUN.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(ConfigError, match=r"--mpi=pmix for Open MPI.*--mpi=pmi2 for MPICH.*flock"):
-        node.start_mpi(4)
+    with pytest.raises(MpiMismatch, match=r"without a way for MPI.*--mpi=pmix .*flock"):
+        node._look_for_pmi(4, "Open MPI v5.0.11")
+    node._look_for_pmi(4, "Intel(R) MPI Library 2021.9")  # may find srun in ways of its own
     monkeypatch.setenv("PMIX_RANK", "0")
-    node._look_for_pmi(4)
+    node._look_for_pmi(4, "Open MPI v5.0.11")
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({**SRUN, "SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, ("3", "4")),
+        ({"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, ("2", "8")),
+        ({}, ("0", "8")),
+    ],
+)
+def test_rank_set_by_hand_leaves_the_rest_to_the_launcher_behind(extra, expected):
+    environ = {"RANK": "5", "WORLD_SIZE": "8", **extra}
+    found = launch.ranks(environ, launch.find_launcher(environ))
+    assert (found["RANK"], found["WORLD_SIZE"]) == ("5", "8")
+    assert (found["LOCAL_RANK"], found["LOCAL_SIZE"]) == expected
+
+
+def test_rank_set_by_hand_needs_a_meeting_point(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="set MASTER_ADDR and MASTER_PORT too"):
+        launch._meeting_point(launch.LAUNCHERS[0], 2)
+
+
+def test_of_a_world_that_others_started_nothing_is_guessed(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch removes what prepare() sets
+        monkeypatch.delenv(name)
+    assert launch.prepare((3, 4)) == "single"
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("3", "4")
+    assert "LOCAL_RANK" not in os.environ
+    assert "MASTER_PORT" not in os.environ
+
+
+def test_ranks_that_do_not_meet_by_mpi_meet_by_their_job(monkeypatch, caplog):
+    for name, value in {**SRUN, "PMI_RANK": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "5"}.items():
+        monkeypatch.setenv(name, value)
+
+    def mismatch(size):
+        raise MpiMismatch("a world of 1")
+
+    monkeypatch.setattr(node, "start_mpi", mismatch)
+    assert launch._meeting_point(launch.LAUNCHERS[-1], 4)[0] == "n1"
+    assert "do not meet by MPI: a world of 1" in caplog.text
+
+
+def test_the_address_is_one_that_the_others_can_reach(monkeypatch):
+    assert launch._address([("n1", "a"), ("n1", "a")]) == "127.0.0.1"
+    assert launch._address([("n1", "a"), ("n2", "b")]) == "n1"
+    twins = [("localhost", "a"), ("localhost", "b")]
+    with pytest.raises(ConfigError, match="several machines call themselves localhost"):
+        launch._address(twins)
+    monkeypatch.setenv("MLPO_HPC_INTERFACE", "lo")
+    assert launch._address(twins) == network.address_of("lo")
 
 
 @pytest.mark.parametrize(

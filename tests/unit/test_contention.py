@@ -10,7 +10,7 @@ from mlpo_hpc.state.cache import Pool
 from mlpo_hpc.state.pipeline import Pipeline
 from mlpo_hpc.state.table import Record, Table
 from mlpo_hpc.storage import contention
-from mlpo_hpc.storage.contention import Contention, Crew, _active, _part, _steady_bps, measure
+from mlpo_hpc.storage.contention import Contention, Crew, Phase, _active, _part, measure
 from mlpo_hpc.storage.probe import Probe
 from mlpo_hpc.storage.tier import StorageTier
 from mlpo_hpc.tokens.base import FreeToken
@@ -104,9 +104,24 @@ def test_turns_must_earn_their_keep(measured, scope):
 
 
 def test_a_burst_at_the_beginning_does_not_count():
-    burst, steady = [0.0] * 8, [0.1 * i for i in range(1, 17)]  # 16 pieces in 1.6 s, both ways together
-    assert _steady_bps([*burst, *steady], 100) == pytest.approx(100 * 10 / 2)
-    assert _steady_bps([1.0], 100) == 0
+    burst, steady = [0.0] * 8, [0.1 * i for i in range(1, 17)]
+    phase = Phase(0.0, [[*burst, *steady], [*burst, *steady]], 100)
+    assert phase.steady_bps == pytest.approx(100 * 10)
+    assert phase.whole_bps == pytest.approx(24 * 100 / 1.6)
+
+
+def test_the_slower_way_counts():
+    """Readers that end early make no state pass earlier."""
+    writes = [0.1 * i for i in range(1, 31)]
+    for pace in (0.02, 0.05, 0.09):
+        phase = Phase(0.0, [[pace * i for i in range(1, 31)], writes], 100)
+        assert phase.steady_bps == pytest.approx(1000)
+        assert phase.whole_bps == pytest.approx(1000)
+
+
+def test_few_pieces_and_none_are_ordinary():
+    assert Phase(0.0, [[1.0], [2.0]], 100).steady_bps == 50
+    assert Phase(0.0, [[], []], 100).steady_bps == 0
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
