@@ -80,9 +80,9 @@ class SharedDrive:
     def _wait_until(self, at: float) -> None:
         time.sleep(max(0.0, at - time.monotonic()))
 
-    def busy_s(self) -> float:
-        """Time that the drive was at work, on its own schedule."""
-        return float(self._books[BUSY_S])
+    def bps(self) -> float:
+        """Bytes per second of the time that the drive was at work, on its own schedule."""
+        return float(self._books[MOVED_BYTES] / max(1e-9, self._books[BUSY_S]))
 
     def contended(self) -> float:
         """Part of all bytes that passed while several ranks used the drive."""

@@ -18,7 +18,7 @@ from tests.ranks import ROOT
 
 NUM_RANKS = (1, 2, 4)
 TIMEOUT_S = 600
-SHOWN = ("MPI:", "test_", "acquire", "a waiter", "turns spare")
+SHOWN = ("MPI:", "test_", "acquire", "a waiter", "turns make")
 END_S = 30.0
 """Within which the launcher must end a job whose rank was killed; 10 s is the aim, the rest is for a busy machine."""
 
