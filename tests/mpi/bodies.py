@@ -66,16 +66,15 @@ def window_tokens(world: MPI.Intracomm, permits: int = 1, timeout_s: float = 60)
 def test_tickets_exclude_and_serve_in_order(world: MPI.Intracomm) -> None:
     """From an I/O thread, as in the engine; the protected counter is written without any atomic operation."""
     token, counters, free = window_tokens(world)
-    turns, waits = 1000, []
+    turns = 1000
 
     def work() -> None:
         rng = random.Random(world.rank)
         for _ in range(turns):
-            served_before = counters.load(1)
             token.acquire()
             ticket, served = counters.load(2 + world.rank) - 1, counters.load(1)
             assert ticket == served, "all tickets before ours are back, and none after it was served"
-            waits.append(served - served_before)
+            assert counters.load(0) - served <= world.size, "nobody waits for more than one turn of each other rank"
             value = counters.load(free)
             if rng.random() < 0.02:
                 time.sleep(0.0005)
@@ -99,9 +98,6 @@ def test_tickets_exclude_and_serve_in_order(world: MPI.Intracomm) -> None:
     assert not failures, failures
     world.Barrier()
     assert counters.load(free) == turns * world.size, "somebody else was inside"
-    longest = max(world.allgather(sorted(waits)[-len(waits) // 100]))
-    # Between looking and asking a rank may be put to sleep, so that the very longest waits say nothing.
-    assert longest <= world.size, f"99 of 100 turns wait for no more than {world.size} others, but {longest}"
     assert not token.locked()
     counters.free()
     counters.free()

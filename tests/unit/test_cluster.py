@@ -6,12 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 
 from mlpo_hpc.cluster import launch, memory, network, node
 from mlpo_hpc.cluster.memory import _cgroup_headrooms
 from mlpo_hpc.errors import ConfigError, MpiMismatch
+from mlpo_hpc.tokens import open as tokens_open
 from tests.ranks import ROOT
 
 
@@ -244,6 +246,25 @@ def test_containers_of_one_machine_are_found_out(caplog):
     assert caplog.text == ""
     node._warn_of_containers([("n1", "a"), ("n2", "a")])
     assert "hosts n1, n2 are containers on one machine" in caplog.text
+
+
+def test_ranks_that_do_not_see_each_other_s_files_take_no_turns(monkeypatch, tmp_path):
+    """Containers of one host name: a rank of the node does not find the first one's folder."""
+    mine = node.Node("n1", 0, 2, 0, 2, "a")
+    made = []
+
+    def gather(value):
+        if isinstance(value, tuple):  # who is on which node, and what it made
+            made.append(value[1])
+            return [value, (mine.key, None)]
+        return [value, 2 if isinstance(value, int) and value is not True else False]
+
+    monkeypatch.setattr(node, "gather", gather)
+    monkeypatch.setattr(tokens_open, "gather", gather)
+    assert tokens_open.pick_backend(mine) == ("off", tokens_open.CONTAINERS)
+    assert not made[0].exists(), "nothing is left"
+    with ExitStack() as endings, pytest.raises(ConfigError, match=r"'flock' cannot work.*Use 'off'"):
+        tokens_open.open_tokens("flock", [tokens_open.Resource("k", "nvme", 1)], mine, 60, endings)
 
 
 def test_nothing_is_asked_of_other_programs(tmp_path):
