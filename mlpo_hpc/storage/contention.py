@@ -38,7 +38,7 @@ LEAST_PIECE_BYTES = 2**20
 class Contention:
     """State that passes a tier each way at the same time, in bytes per second of all ranks, by scope and round.
 
-    One rank alone has only the scope ``off``.
+    One rank alone has only the scope ``off``, which may have more rounds than the others.
     """
 
     rates_bps: dict[str, list[float]]
@@ -58,7 +58,7 @@ class Contention:
         """The least exclusion that no stricter candidate beats by 5 % in the median, and in every round at all."""
         best = SCOPES[0]
         for scope in self.candidates():
-            gains = [b / a for a, b in zip(self.rates_bps[best], self.rates_bps[scope], strict=True)]
+            gains = [b / a for a, b in zip(self.rates_bps[best], self.rates_bps[scope], strict=False)]
             if statistics.median(gains) > EQUAL and min(gains) > 1:
                 best = scope
         return best
@@ -105,19 +105,18 @@ def measure(probe: Probe, crew: Crew, compare: bool = True) -> Contention:
     """
     step = math.lcm(crew.size, crew.permits)
     load = _load(probe, step, _phase(probe, crew, "off", 0, Load(step, probe.chunk_bytes)).whole_bps)
-    if not compare:
-        return Contention({"off": [_phase(probe, crew, "off", 0, load).steady_bps]})
-    scopes = SCOPES if crew.competes else SCOPES[:1]
-    rates: dict[str, list[float]] = {scope: [] for scope in scopes}
-    begin = time.monotonic()
+    rates: dict[str, list[float]] = {scope: [] for scope in (SCOPES if compare and crew.competes else SCOPES[:1])}
+    ends = time.monotonic() + LIMIT_S
+    scopes = SCOPES if compare else SCOPES[:1]
     for turn in range(ROUNDS):
-        for scope in (*SCOPES[turn:], *SCOPES[:turn]):
+        for scope in scopes[turn:] + scopes[:turn]:
             phase = _phase(probe, crew, scope, turn, load)
             if scope in rates:
                 rates[scope].append(phase.steady_bps)
-        # Turns must pay in every round; a slow tier is decided after fewer of them.
-        goes_on = bool(Contention(rates).candidates()) and time.monotonic() - begin < LIMIT_S
-        if not any(gather(goes_on)):
+        # Turns must pay in every round: without a candidate only the tier's own rate is of interest.
+        if not any(gather(bool(Contention(rates).candidates()))):
+            scopes = SCOPES[:1]
+        if not all(gather(time.monotonic() < ends)):
             break
     return Contention(rates)
 
