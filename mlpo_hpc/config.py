@@ -59,6 +59,67 @@ class Section(BaseModel):
         return values
 
 
+class Stripes(Section):
+    """Stripes of one extent of a file, on Lustre."""
+
+    count: int | None = None
+    """Stripes; -1: one on every storage target."""
+    size: ByteSize | None = None
+    """Bytes on one stripe before the next: a multiple of 64 KiB under 4 GiB."""
+    pool: str | None = None
+    """Storage targets to take."""
+    overstripe: bool = False
+    """Whether a target may take several stripes."""
+
+    @field_validator("count")
+    @classmethod
+    def _count(cls, count: int | None) -> int | None:
+        if count is not None and count != -1 and not 1 <= count <= 65534:
+            raise ValueError("count must be -1 (all targets), or 1 to 65534")
+        return count
+
+    @field_validator("size")
+    @classmethod
+    def _size(cls, size: ByteSize | None) -> ByteSize | None:
+        if size is not None and (size % 65536 or not 0 < size < 2**32):
+            raise ValueError("size must be a multiple of 64 KiB under 4 GiB")
+        return size
+
+
+class Extent(Stripes):
+    """One component of a progressive layout."""
+
+    end: ByteSize | None = None
+    """Where it ends; absent for the last one."""
+
+
+class Striping(Stripes):
+    """Striping of a tier's directory."""
+
+    policy: Literal["inherit", "auto", "explicit"] = "inherit"
+    """``inherit``: touch nothing; ``auto``: the site's profile, else a rule; ``explicit``: as given here."""
+    components: list[Extent] | None = Field(default=None, min_length=2)
+    """A progressive layout: extents with growing ends, the last without."""
+
+    @model_validator(mode="after")
+    def _fits_policy(self) -> Striping:
+        said = self.count is not None or self.components is not None
+        if self.policy == "explicit" and not said:
+            raise ValueError("policy 'explicit' needs 'count' or 'components'")
+        if self.policy != "explicit" and (said or self.size or self.pool or self.overstripe):
+            raise ValueError(f"policy {self.policy!r} takes nothing else; say 'explicit' to set a layout")
+        if self.components is not None:
+            if self.count is not None or self.size or self.pool or self.overstripe:
+                raise ValueError("give either 'components' or 'count', 'size', 'pool', 'overstripe'")
+            ends = [extent.end for extent in self.components]
+            given = [int(end) for end in ends if end is not None]
+            if ends[-1] is not None or len(given) != len(ends) - 1 or given != sorted(set(given)):
+                raise ValueError("the 'end' of components must grow, and the last has none")
+            if any(extent.count is None for extent in self.components):
+                raise ValueError("every component needs a 'count'")
+        return self
+
+
 class Tier(Section):
     """One place on storage that can hold state."""
 
@@ -72,6 +133,8 @@ class Tier(Section):
     """The file that holds slots."""
     transport: Literal["posix"] = "posix"
     """How bytes reach the container."""
+    striping: Striping = Striping()
+    """How new files here are striped, on Lustre."""
     capacity: ByteSize | None = None
     """Bytes this job may use here, on each node. Default: what is free."""
     read_bps: BytesPerSecond | None = Field(default=None, gt=0, allow_inf_nan=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlpo_hpc.cluster.memory import AUTO_FRACTION, available_bytes, total_bytes
 from mlpo_hpc.cluster.node import Node, gather_on_node
+from mlpo_hpc.cluster.sites import find_site
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig
 from mlpo_hpc.errors import ConfigError, TierFull, here
@@ -18,7 +19,8 @@ from mlpo_hpc.state.layout import Layout, lay_out, least_host_bytes
 from mlpo_hpc.state.pipeline import Pipeline
 from mlpo_hpc.state.sharing import Sharing, share_tiers
 from mlpo_hpc.state.table import Record, Table
-from mlpo_hpc.state.tiers import lock_directories, open_tier, rooms_bytes
+from mlpo_hpc.state.tiers import lock_directories, open_tier, rooms_bytes, stripe_directories
+from mlpo_hpc.state.visibility import look_across
 from mlpo_hpc.storage.base import round_up
 from mlpo_hpc.storage.place import Place, find_places
 from mlpo_hpc.storage.tier import StorageTier
@@ -116,8 +118,10 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
         The same on all ranks, and nothing is left behind.
     """
     with ExitStack() as resources:
-        places = together(lambda: find_places(config))
+        places = look_across(together(lambda: find_places(config)), node)
         lock_directories(places, node, resources)
+        together(lambda: find_site(os.environ))  # a wrong MLPO_HPC_SITE is an error for all
+        stripe_directories(places, node)
         share = share_bytes(config, node, needs.later_bytes)
         together(lambda: _check_budget(config, needs, share, node, have_tiers=bool(places)))
         alone = not places or needs.fits_in(share)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 from mlpo_hpc.cluster.node import Node
+from mlpo_hpc.cluster.sites import find_site
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig
-from mlpo_hpc.errors import storage_error
+from mlpo_hpc.errors import StorageError, storage_error
 from mlpo_hpc.storage.lock import DirectoryLock
 from mlpo_hpc.storage.place import Place
 from mlpo_hpc.storage.posix import RawFile
+from mlpo_hpc.storage.striping import set_layout, wanted_layout
 from mlpo_hpc.storage.tier import StorageTier
+from mlpo_hpc.telemetry.log import logger
 from mlpo_hpc.tokens.open import TokenPair
 
 
@@ -41,6 +46,43 @@ def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) 
                 raise storage_error("locking the tier directory", place.path, error) from error
 
     together(lock)
+
+
+def stripe_directories(places: Sequence[Place], node: Node) -> None:
+    """Collective over the training world. Set the striping of each directory, by one rank of those that share it.
+
+    Striping is advice: what cannot be set, or is granted otherwise, is a warning.
+    """
+    wanted = [place for place in places if place.tier.striping.policy != "inherit"]
+    mine = [place.directory_key(node.key) for place in wanted]
+    everyone = gather((node.key, mine))
+    num_nodes = len({key for key, _ in everyone})
+    taken = {key for _, keys in everyone[: node.world_rank] for key in keys}
+    for place, key in zip(wanted, mine, strict=True):
+        if key not in taken:
+            _stripe(place, num_nodes)
+    gather(None)  # before anything is created there
+
+
+def _stripe(place: Place, num_nodes: int) -> None:
+    name, directory = place.tier.name, place.path
+    layout, reason = wanted_layout(place.tier.striping, "state", num_nodes, find_site(os.environ))
+    if not place.filesystem.is_lustre:
+        logger.info("tier %s: %s is %s, which has no stripes to set", name, directory, place.filesystem.type)
+    elif place.ours:
+        logger.warning("tier %s: others use %s too, so its striping is left alone: give 'dir'", name, directory)
+    elif layout is None:
+        logger.info("tier %s: striping left as it is (%s)", name, reason)
+    else:
+        try:
+            granted = set_layout(directory, layout)
+        except (StorageError, OSError, subprocess.SubprocessError) as error:
+            logger.warning("tier %s: striping '%s' (%s) was not set: %s", name, layout, reason, error)
+            return
+        if granted.grants(layout):
+            logger.info("tier %s: striping '%s' set on %s (%s)", name, layout, directory, reason)
+        else:
+            logger.warning("tier %s: striping '%s' was asked for, '%s' granted on %s", name, layout, granted, directory)
 
 
 def rooms_bytes(places: Sequence[Place], node: Node, fills_tiers: bool) -> list[int]:

@@ -147,6 +147,14 @@ BAD_INPUT = {
         {"by_rank": {"1": {"changes": {"gradient_clipping": 0.5}}}},
         ["ranks disagree", "gradient_clipping: 0.5 | "],
     ),
+    "a shared tier that is none": (
+        {
+            "tier": "${TIER_DIR}",
+            "kind": "shared",
+            "by_rank": {"0": {"env": {"TIER_DIR": "/tmp"}}, "1": {"env": {"TIER_DIR": "/var"}, "host": "n2"}},
+        },
+        ["rank 1 on n2: tier 't0' is 'shared'", "not seen on host n2, rank 1, /var", "node_local"],
+    ),
     "stage": ({"changes": {"zero_optimization": {"stage": 2}}}, ["stage 3"]),
     "memory as storage": ({"dirs": ["/dev/shm"]}, ["/dev/shm", "allow_memory"]),
 }
@@ -171,6 +179,17 @@ def test_bad_input_is_one_error_on_all_ranks_before_training(name, refusals):
     for text in BAD_INPUT[name][1]:
         assert text in first
     assert refusals[0]["left"] == []
+
+
+@pytest.mark.parametrize("kind", [None, "shared", "node_local"])
+def test_whether_nodes_share_a_directory_is_found_out(kind, tmp_path, dirs):
+    """Two ranks with two host names in one directory: one of them locks it for both."""
+    case = {"dirs": dirs, "by_rank": {"1": {"host": "n2"}}} | ({"kind": kind} if kind else {})
+    outcomes = launch("bad_input", 2, tmp_path, cases=[case])
+    found = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
+    assert [rank["errors"] for rank in found] == [[""], [""]], outcomes[0].text[-3000:]
+    said = {None: "is shared by the nodes", "node_local": "all nodes see the same files in"}
+    assert kind == "shared" or said[kind] in outcomes[0].text
 
 
 def test_a_second_job_in_the_same_directory_is_refused(tmp_path, dirs):

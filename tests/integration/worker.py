@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,15 +267,18 @@ def bad_input(args: Args) -> Args:
         version, mlpo_hpc.__version__ = mlpo_hpc.__version__, mine.get("version", mlpo_hpc.__version__)
         if "tier" in mine:
             mine["dirs"] = [mine["tier"]]
-        if "capacity" in mine:
-            tiers = [{"name": f"t{i}", "dir": d, "capacity": mine["capacity"]} for i, d in enumerate(mine["dirs"])]
-            mine["section"] = {"tiers": tiers}
+        extra = {key: mine[key] for key in ("capacity", "kind") if key in mine}
+        if extra:
+            mine["section"] = {"tiers": [{"name": f"t{i}", "dir": d, **extra} for i, d in enumerate(mine["dirs"])]}
+        host = socket.gethostname
+        if "host" in mine:
+            socket.gethostname = partial(str, mine["host"])
         try:
             start(mine, **mine.get("changes", {})).destroy()
             errors.append("")
         except mlpo_hpc.MlpoError as error:
             errors.append(str(error))
-        mlpo_hpc.__version__ = version
+        mlpo_hpc.__version__, socket.gethostname = version, host
         for name in mine.get("env", {}):
             del os.environ[name]
     return {"errors": errors, "left": our_threads()}

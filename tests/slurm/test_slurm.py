@@ -144,6 +144,23 @@ def test_n_worlds_of_one_are_an_error_that_names_the_option(interpreter, bed, tm
     assert "step 1/" not in text
 
 
+def test_what_the_nodes_share_is_found_out(bed, tmp_path):
+    """Neither is told its kind; ext4 is local by name, but one of them is mounted on both nodes."""
+    dirs = [{"name": "nvme", "dir": str(bed.scratch)}, {"name": "pfs", "dir": str(bed.shared)}]
+    command = [python("system"), str(ROOT / "examples/pretrain_gpt.py"), *TINY, "--out", str(tmp_path / "out")]
+    where = {"MLPO_HPC_HOST_MEMORY": "16MB", "MLPO_HPC_TOKENS__BACKEND": "mpi"}
+    done = srun(bed, *command, options=["--mpi=pmix"], MLPO_HPC_TIERS=json.dumps(dirs), **where)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-6000:]
+    assert f"tier pfs: {bed.shared} (ext4) is shared by the nodes" in text
+    assert "tier nvme: " in text
+    wrong = json.dumps([{**dirs[0], "kind": "shared"}, dirs[1]])
+    done = srun(bed, *command, options=["--mpi=pmix"], MLPO_HPC_TIERS=wrong, **where)
+    text = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "tier 'nvme' is 'shared', but what the first node writes there is not seen on host n2" in text
+
+
 def test_without_mpi_file_locks_do(bed, tmp_path):
     done, text = example(bed, tmp_path / "out", "--mpi=none", MLPO_HPC_TOKENS__BACKEND="flock")
     assert done.returncode == 0, text[-6000:]

@@ -40,6 +40,7 @@ def test_faults_of_all_tiers_come_together(tmp_path):
 
 def test_memory_is_refused_unless_it_is_meant(monkeypatch, tmp_path):
     monkeypatch.setattr(filesystem, "_mount_of", lambda real: ("/dev/shm", "tmpfs"))
+    monkeypatch.setattr(filesystem, "_magic", lambda real: 0)
     with pytest.raises(ConfigError, match=r"tmpfs.*allow_memory"):
         find_places(with_tiers(tmp_path))
     assert find_places(with_tiers(tmp_path, allow_memory=True))[0].filesystem.is_memory

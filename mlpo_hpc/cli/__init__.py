@@ -1,0 +1,17 @@
+"""The command ``mlpo``: one file per sub-command; starts no MPI and imports no torch."""
+
+from __future__ import annotations
+
+import click
+
+from mlpo_hpc import __version__
+from mlpo_hpc.cli.stripe import stripe
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mlpo")
+def main() -> None:
+    """Look at and prepare what mlpo_hpc uses on a cluster. Exit codes: 0 good, 1 something is wrong, 2 wrong usage."""
+
+
+main.add_command(stripe)
