@@ -12,6 +12,7 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
+from mlpo_hpc.cli.tune import tune_directory
 from mlpo_hpc.cluster.sites import Purpose, find_site
 from mlpo_hpc.config import Striping
 from mlpo_hpc.errors import MlpoError
@@ -24,6 +25,7 @@ Examples:
   mlpo stripe $SCRATCH/run                      show what new files get there
   mlpo stripe $SCRATCH/run --auto               as this site advises, else by a rule
   mlpo stripe $SCRATCH/run --count 4 --size 4MiB --pool flash
+  mlpo stripe $SCRATCH/run --tune               measure a few layouts (under srun with all its tasks)
   mlpo stripe $SCRATCH/run --component end=4MiB,count=1 --component end=64MiB,count=4 --component count=32
 """
 
@@ -48,17 +50,36 @@ Examples:
 )
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes that write, for --auto.")
 @click.option("--dry-run", is_flag=True, help="Say what would be set, and set nothing.")
+@click.option("--tune", is_flag=True, help="Write and read with a few layouts and recommend one; sets nothing.")
+@click.option(
+    "--writers", type=click.IntRange(1), default=4, show_default=True, help="Files at once a rank, for --tune."
+)
+@click.option("--seconds", type=click.FloatRange(0.1), default=3.0, show_default=True, help="Each way, for --tune.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def stripe(
-    directory: str, auto: bool, purpose: Purpose, nodes: int, dry_run: bool, as_json: bool, **given: Any
+    directory: str,
+    auto: bool,
+    purpose: Purpose,
+    nodes: int,
+    dry_run: bool,
+    tune: bool,
+    writers: int,
+    seconds: float,
+    as_json: bool,
+    **given: Any,
 ) -> None:
-    """Show or set how new files in DIRECTORY are striped on Lustre.
+    """Show or set how new files in DIRECTORY are striped on Lustre, or find out what suits.
 
     A layout is fixed when a file is made: set it on a fresh directory of your own. Elsewhere than on
     Lustre there is nothing to set, which is no error.
     """
     try:
         striping = _striping(auto, given)
+        if tune:
+            if striping.policy != "inherit":
+                raise click.UsageError("--tune tries layouts of its own: give it alone")
+            tune_directory(os.path.abspath(directory), writers, seconds, as_json)
+            return
         found = _run(os.path.abspath(directory), striping, purpose, nodes, dry_run)
     except (MlpoError, OSError, subprocess.SubprocessError) as error:
         raise click.ClickException(str(error)) from error

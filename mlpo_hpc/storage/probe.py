@@ -45,6 +45,11 @@ class Probe:
             view.release()
             block.close()
 
+    @property
+    def num_filled(self) -> int:
+        """Slots that `fill` wrote."""
+        return self._written
+
     def fill(self) -> None:
         """Write as many slots as a second allows, at least one: later phases stay within them."""
         begin, limit = time.perf_counter(), self._container.num_slots

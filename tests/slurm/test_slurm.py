@@ -161,6 +161,16 @@ def test_what_the_nodes_share_is_found_out(bed, tmp_path):
     assert "tier 'nvme' is 'shared', but what the first node writes there is not seen on host n2" in text
 
 
+def test_tuning_uses_the_ranks_it_was_given(bed):
+    command = [python("system"), "-m", "mlpo_hpc", "stripe", str(bed.shared), "--tune", "--seconds=0.2", "--writers=2"]
+    done = srun(bed, *command, "--json", options=["--mpi=pmix"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["writers"] == 8
+    assert found["results"][0]["write_bps"] > 0
+    assert list(bed.shared.iterdir()) == []
+
+
 def test_without_mpi_file_locks_do(bed, tmp_path):
     done, text = example(bed, tmp_path / "out", "--mpi=none", MLPO_HPC_TOKENS__BACKEND="flock")
     assert done.returncode == 0, text[-6000:]

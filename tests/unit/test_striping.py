@@ -29,6 +29,7 @@ from mlpo_hpc.storage.striping import (
     set_layout,
     wanted_layout,
 )
+from mlpo_hpc.storage.tune import Result, recommend
 
 PLAIN = "stripe_count:  4 stripe_size:   4194304 pattern:       raid0 stripe_offset: -1 pool: flash\n"
 YAML = """lmm_stripe_count:  -1
@@ -259,6 +260,40 @@ def test_the_command_shows_sets_and_compares(lfs, tmp_path):
     assert code == 1, "granted otherwise"
     assert "lfs setstripe -E 4194304 -c 1 -E -1 -c 32 -S 4194304" in text
     assert "not what was asked for" in text
+
+
+def test_tuning_tries_layouts_in_folders_of_their_own_and_leaves_nothing(lfs, tmp_path):
+    (tmp_path / "run").mkdir()
+    code, text = run(tmp_path / "run", "--tune", "--seconds", 0.1, "--writers", 2, "--json")
+    assert code == 0
+    found = json.loads(text[text.index("{") :])
+    assert [result["striping"] for result in found["results"]][:3] == ["as it is", "-c 1 -S 4194304", "-c 2 -S 4194304"]
+    assert all(result["write_bps"] > 0 and result["read_bps"] > 0 for result in found["results"])
+    assert found["writers"] == 2
+    folders = [line.split()[-1] for line in calls(lfs) if line.startswith("setstripe")]
+    assert len(set(folders)) == len(folders) == 5
+    assert all(folder.startswith(f"{tmp_path}/run/mlpo_hpc-tune-") for folder in folders)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_layout_that_cannot_be_set_is_said_and_the_others_are_tried(lfs, tmp_path):
+    (lfs / "fails").write_text("no such pool")
+    code, text = run(tmp_path, "--tune", "--seconds", 0.1, "--writers", 1)
+    assert code == 0
+    assert "no such pool" in text
+    assert "recommended: leave it as it is" in text
+    assert run(tmp_path, "--tune", "--count", 4)[0] == 2
+
+
+def test_what_is_recommended_is_faster_than_what_is_there():
+    there, equal, fast = (
+        Result(None, 1e9, 1e9),
+        Result(rule_layout("state", 1), 1.04e9, 1.04e9),
+        Result(rule_layout("wide", 1), 2e9, 1e9),
+    )
+    failed = Result(rule_layout("wide", 9), error="no")
+    assert recommend([there, equal, failed]) is there
+    assert recommend([there, equal, fast]) is fast
 
 
 def test_the_command_says_what_is_wrong(lfs, tmp_path):
