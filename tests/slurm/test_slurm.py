@@ -153,7 +153,7 @@ def test_what_the_nodes_share_is_found_out(bed, tmp_path):
     text = done.stdout + done.stderr
     assert done.returncode == 0, text[-6000:]
     assert f"tier pfs: {bed.shared} (ext4) is shared by the nodes" in text
-    assert "tier nvme: " in text
+    assert f"tier nvme: {bed.scratch}" not in text, "each node has its own, as its type says"
     wrong = json.dumps([{**dirs[0], "kind": "shared"}, dirs[1]])
     done = srun(bed, *command, options=["--mpi=pmix"], MLPO_HPC_TIERS=wrong, **where)
     text = done.stdout + done.stderr
