@@ -38,8 +38,8 @@ def results(num_ranks, tmp_path_factory, request):
     arguments = [str(folder / "cases.json"), str(folder / "results"), *map(str, dirs)]
     outcomes = run_ranks(num_ranks, ["-m", "tests.integration.gate", *arguments], timeout_s=30 + 15 * len(cases))
     files = [folder / f"results.{rank}" for rank in range(num_ranks)]
-    missing = [rank for rank, file in enumerate(files) if not file.exists()]
-    assert not missing, outcomes[missing[0]].text[-5000:]
+    for outcome, file in zip(outcomes, files, strict=True):
+        assert outcome.finished(file), outcome.text[-5000:]
     return cases, [json.loads(file.read_text()) for file in files]
 
 
