@@ -48,10 +48,12 @@ class Contention:
         return statistics.median(self.rates_bps[scope])
 
     def candidates(self) -> list[str]:
-        """Stricter scopes that were better in every round so far."""
+        """Stricter scopes that were better by 5 % in the first round, and at all in every one so far."""
         off = self.rates_bps["off"]
         return [
-            scope for scope in self.rates_bps if all(b > a for a, b in zip(off, self.rates_bps[scope], strict=True))
+            scope
+            for scope, rates in self.rates_bps.items()
+            if rates[0] > EQUAL * off[0] and all(b > a for a, b in zip(off, rates, strict=False))
         ]
 
     def best_scope(self) -> str:

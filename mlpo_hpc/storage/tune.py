@@ -107,11 +107,13 @@ def try_layout(
         folder = _first(ranks, lambda: endings.enter_context(_folder(directory, layout)))
         if isinstance(folder, StorageError):
             return Result(layout, error=str(folder))
-        path, room = folder, room_bytes // ranks.size
-        probes = _each(ranks, lambda: _open(path, num_writers, room, endings))
-        if isinstance(probes, StorageError):
-            return Result(layout, error=str(probes))
-        return _measure(layout, ranks, probes, seconds)
+        with ExitStack() as files:
+            path, room = folder, room_bytes // ranks.size
+            probes = _each(ranks, lambda: _open(path, num_writers, room, files))
+            failed = isinstance(probes, StorageError)
+            result = Result(layout, error=str(probes)) if failed else _measure(layout, ranks, probes, seconds)
+        ranks.allgather(None)  # all have closed their files: the folder can go
+        return result
 
 
 @contextmanager

@@ -96,6 +96,8 @@ def rates(off, direction, tier):
         (rates([100, 100, 100], [110, 112, 111], [112, 110, 114]), "direction"),  # the stricter one adds nothing
         (rates([100, 100, 100], [110, 112, 111], [130, 131, 129]), "tier"),
         (rates([100, 100, 100], [101, 99, 100], [140, 90, 150]), "off"),  # not in every round: noise
+        (rates([100, 100, 100], [103, 120, 120], [104, 130, 130]), "off"),  # known after one round
+        (rates([100, 101, 99], [90], [101]), "off"),  # the others were not looked at again
         (rates([100, 100, 100], [60, 60, 60], [50, 50, 50]), "off"),  # one alone cannot fill it
     ],
 )
