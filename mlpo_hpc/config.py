@@ -129,12 +129,17 @@ class Tier(Section):
     """Existing directory; ``${VAR}`` is expanded; ``auto`` takes the first usual place that fits."""
     kind: Literal["node_local", "shared"] | None = None
     """Whether other nodes see the same files. Found out from the file system when not given."""
-    container: Literal["raw"] = "raw"
-    """The file that holds slots."""
-    transport: Literal["posix"] = "posix"
-    """How bytes reach the container."""
+    container: Literal["raw", "hdf5"] | None = None
+    """The file that holds slots. ``raw``: one without a name for each rank, the default on node-local storage;
+    ``hdf5``: one for each node, the default on shared storage."""
+    transport: Literal["posix", "mpiio"] | None = None
+    """How bytes reach the container. Default: ``mpiio`` for ``hdf5`` where MPI can be used, else ``posix``."""
     striping: Striping = Striping()
     """How new files here are striped, on Lustre."""
+    hints: dict[str, str] = {}
+    """For MPI-IO, such as ``striping_unit``; what it ignores is said."""
+    keep: bool = False
+    """Leave the ``hdf5`` container behind, under a name that the log tells, instead of removing it."""
     capacity: ByteSize | None = None
     """Bytes this job may use here, on each node. Default: what is free."""
     read_bps: BytesPerSecond | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -145,6 +150,22 @@ class Tier(Section):
     """How many may move bytes here at once; default ``tokens.permits``."""
     allow_memory: bool = False
     """Accept a file system that lives in memory (tmpfs, ramfs)."""
+
+    @field_validator("hints", mode="before")
+    @classmethod
+    def _hints_are_text(cls, hints: Any) -> Any:
+        """MPI knows text only; ``true`` and numbers are meant as such."""
+        if not isinstance(hints, Mapping):
+            return hints
+        return {key: value if isinstance(value, str) else json.dumps(value) for key, value in hints.items()}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Tier:
+        if self.keep and self.container == "raw":
+            raise ValueError("'keep' needs container 'hdf5': a raw one does not say what it holds")
+        if self.hints and self.transport == "posix":
+            raise ValueError("'hints' are for transport 'mpiio'")
+        return self
 
 
 class Tokens(Section):

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -132,15 +134,63 @@ def start_mpi(expected_size: int | None = None) -> MPI.Intracomm:
     return cast("MPI.Intracomm", world)
 
 
+def mpi_obstacle(node: Node, alone: bool = False) -> str:
+    """Collective over the training world. Why I/O threads cannot use MPI here; empty on all ranks if they can.
+
+    Parameters
+    ----------
+    node : Node
+        This rank's place.
+    alone : bool
+        Whether a process that no MPI launcher started may make a world of its own: some libraries end it then.
+
+    Raises
+    ------
+    ConfigError
+        If the launcher started one world and MPI sees another.
+    """
+    return str(next(filter(None, gather(together(lambda: _obstacle(node, alone)))), ""))
+
+
+def _obstacle(node: Node, alone: bool) -> str:
+    if mpi_launcher(os.environ, node.world_size) is None and not (alone and node.world_size == 1):
+        return "this was not started as one MPI world (srun and mpirun do that, torchrun does not)"
+    try:
+        world = start_mpi(node.world_size)
+    except (ImportError, RuntimeError) as error:
+        return f"mpi4py or its MPI library is missing ({error})"
+    from mpi4py import MPI
+
+    if world.rank != node.world_rank:
+        return f"MPI's rank {world.rank} is torch's rank {node.world_rank}: leave RANK to us, or set it as MPI has it"
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return "this MPI does not give MPI_THREAD_MULTIPLE"
+    return ""
+
+
+@cache
+def node_communicator() -> MPI.Intracomm:
+    """Collective over the MPI world at the first call. The ranks of this node, for the life of the process."""
+    from mpi4py import MPI
+
+    comm: Any = start_mpi().Split_type(MPI.COMM_TYPE_SHARED)
+    return cast("MPI.Intracomm", comm)
+
+
 def _import_mpi() -> Any:
     """Without initialising it, so that what would end the process can be said before."""
-    import mpi4py
-
-    if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.initialize = False
+    defer_mpi()
     from mpi4py import MPI
 
     return MPI
+
+
+def defer_mpi() -> None:
+    """Let importing mpi4py, or h5py built with MPI, initialise nothing."""
+    if "mpi4py.MPI" not in sys.modules and find_spec("mpi4py") is not None:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
 
 
 def _finalize() -> None:
@@ -153,7 +203,7 @@ def _finalize() -> None:
 def _look_for_pmi(expected_size: int, library: str) -> None:
     """Open MPI may abort without it; other libraries have ways of their own or make N worlds of one."""
     launcher = mpi_launcher(os.environ, expected_size)
-    under_srun = expected_size > 1 and launcher is not None and launcher.name == "srun"
+    under_srun = launcher is not None and launcher.name == "srun"
     if under_srun and "Open MPI" in library and not has_pmi(os.environ):
         raise MpiMismatch(
             f"srun started {expected_size} processes without a way for MPI to find the others. {_srun_advice(library)}"

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMI
 
 from mlpo_hpc.errors import ConfigError, UnsupportedError
 from mlpo_hpc.storage.filesystem import describe
-from mlpo_hpc.storage.posix import RawFile
+from mlpo_hpc.storage.posix import open_unnamed
 
 if TYPE_CHECKING:
     from mlpo_hpc.engine.update import BoundState
@@ -58,12 +58,12 @@ class NativeCheckpoint:
         on_disk = [place for place in self._store.places if not place.filesystem.is_memory] or self._store.places
         roomiest = max(on_disk, key=lambda place: describe(place.path).free_bytes)
         slot_bytes = max(self._state.nbytes(i) for i in range(num_subgroups))
-        file = RawFile(roomiest.path, slot_bytes, num_subgroups)
+        file = open_unnamed(roomiest.path, slot_bytes * num_subgroups)
         try:
             for subgroup in range(num_subgroups):
                 record = pipeline.get(subgroup)
                 try:
-                    file.write(subgroup, record)
+                    file.write(subgroup * slot_bytes, record)
                 finally:
                     pipeline.put(subgroup, dirty=False)
             mapped = memoryview(mmap.mmap(file.fd, 0))

@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from mlpo_hpc.cluster.node import find_node
 from mlpo_hpc.cluster.verdict import gather, together
+from mlpo_hpc.engine.contents import describe_contents
 from mlpo_hpc.engine.native_checkpoint import NativeCheckpoint
 from mlpo_hpc.engine.translate import Translation
 from mlpo_hpc.engine.update import BoundState, StateSpec, probe_optimizer
@@ -102,7 +103,8 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
 
     def _open_store(self, numels: list[int]) -> Store:
         records = [Record(self._label(i), self._state.nbytes(i)) for i in range(len(numels))]
-        needs = Needs(records, max(numels) * ITEM_BYTES, self._later_bytes(sum(numels)))
+        contents = describe_contents(self._state, self.fp16_groups, self.param_names)
+        needs = Needs(records, max(numels) * ITEM_BYTES, self._later_bytes(sum(numels)), contents)
         store = open_store(self._config, self._node, needs)
         weakref.finalize(self, store.close)  # also at interpreter exit
         self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))
@@ -214,6 +216,7 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         self._in_step = True
         begin = time.perf_counter()
         try:
+            self._store.write_index(self._steps)
             super().step(closure)
         finally:
             self._in_step = False
@@ -320,5 +323,8 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         """End the I/O threads, drop files and memory, then what DeepSpeed's own does."""
         for hook in self._forward_hooks:
             hook.remove()
-        self._store.close()
+        try:
+            self._store.leave_behind(self._steps)
+        finally:
+            self._store.close()
         super().destroy()

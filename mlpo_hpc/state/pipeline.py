@@ -24,6 +24,7 @@ from mlpo_hpc.state.cache import Buffer, Pool, keep_suffix
 from mlpo_hpc.state.placement import choose
 from mlpo_hpc.state.table import Chunk, Table
 from mlpo_hpc.state.watch import Watch
+from mlpo_hpc.storage.index import Held
 from mlpo_hpc.storage.lane import Job
 from mlpo_hpc.storage.tier import StorageTier
 
@@ -177,6 +178,33 @@ class Pipeline:
         with self._watch:
             while any(resident.phase is Phase.WRITING for resident in self._residents.values()):
                 self._watch.wait("writes to end")
+
+    def write_back(self) -> None:
+        """Write what is only in host memory, and wait for it.
+
+        Raises
+        ------
+        StorageError
+            What went wrong on a tier, now or earlier.
+        """
+        with self._watch:
+            self._watch.raise_failure()
+            for subgroup in self._idle(dirty=True):
+                self._write(subgroup)
+                self._residents[subgroup].wanted = True
+        self.flush()
+
+    def held(self, tier: int) -> dict[int, Held]:
+        """What the slots of a tier hold, of subgroups whose newest state is on the tiers."""
+        with self._watch:
+            dirty = {subgroup for subgroup, resident in self._residents.items() if resident.dirty}
+            return {
+                chunk.slot: Held(subgroup, number, chunk.nbytes, chunk.checksum or 0)
+                for subgroup, record in enumerate(self.table.records)
+                if subgroup not in dirty
+                for number, chunk in enumerate(record.chunks)
+                if chunk.tier == tier
+            }
 
     def close(self) -> None:
         """End the I/O threads and free files and memory, of all tiers even if one fails to. Idempotent.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +15,16 @@ from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig
 from mlpo_hpc.errors import ConfigError, TierFull, here
 from mlpo_hpc.state.cache import Pool
+from mlpo_hpc.state.containers import open_containers
 from mlpo_hpc.state.layout import Layout, lay_out, least_host_bytes
+from mlpo_hpc.state.node_file import Slots
 from mlpo_hpc.state.pipeline import Pipeline
 from mlpo_hpc.state.sharing import Sharing, share_tiers
 from mlpo_hpc.state.table import Record, Table
-from mlpo_hpc.state.tiers import lock_directories, open_tier, rooms_bytes, stripe_directories
+from mlpo_hpc.state.tiers import lock_directories, rooms_bytes, stripe_directories
 from mlpo_hpc.state.visibility import look_across
 from mlpo_hpc.storage.base import round_up
+from mlpo_hpc.storage.contents import Contents
 from mlpo_hpc.storage.place import Place, find_places
 from mlpo_hpc.storage.tier import StorageTier
 from mlpo_hpc.telemetry.log import say
@@ -46,11 +49,14 @@ class Needs:
         Its largest 32-bit gradient.
     later_bytes : int
         Host memory that it allocates later besides: the 16-bit gradients.
+    contents : Contents
+        What the records are made of.
     """
 
     records: list[Record]
     scratch_bytes: int
     later_bytes: int
+    contents: Contents = field(default_factory=lambda: Contents("fp32"))
 
     @property
     def sizes(self) -> list[int]:
@@ -80,6 +86,18 @@ class Store:
         counts = self.pipeline.counts
         tiers = {tier.name: tier.figures() for tier in self.pipeline.tiers}
         return {"hits": counts.hits, "misses": counts.misses, "tiers": tiers, "sharing": self.sharing}
+
+    def write_index(self, step: int) -> None:
+        """Say in the containers that are kept what they hold after a step."""
+        for number, tier in enumerate(self.pipeline.tiers):
+            if tier.container.index is not None:
+                tier.container.index.write(step, self.pipeline.held(number))
+
+    def leave_behind(self, step: int) -> None:
+        """Make the containers that are kept complete: what is only in host memory goes there too."""
+        if any(tier.container.index is not None for tier in self.pipeline.tiers):
+            self.pipeline.write_back()
+            self.write_index(step)
 
     def close(self) -> None:
         """End threads, drop files, locks and memory. Idempotent; nothing in a forked child."""
@@ -121,15 +139,13 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
         places = look_across(together(lambda: find_places(config)), node)
         lock_directories(places, node, resources)
         together(lambda: find_site(os.environ))  # a wrong MLPO_HPC_SITE is an error for all
-        stripe_directories(places, node)
+        creation_hints = stripe_directories(places, node)
         share = share_bytes(config, node, needs.later_bytes)
         together(lambda: _check_budget(config, needs, share, node, have_tiers=bool(places)))
         alone = not places or needs.fits_in(share)
         sharing = share_tiers(config, places, node, not all(gather(alone)), resources)
         layout = _plan(config, node, needs, alone, sharing, places)
-        tiers: list[StorageTier] = []
-        resources.callback(lambda: _close_all(tiers))
-        together(lambda: _open_tiers(config, places, sharing, layout, tiers))
+        tiers = _open_tiers(config, node, needs, places, sharing, layout, creation_hints, resources)
         store = _assemble(config, needs, share, layout, sharing, tiers, places, resources)
         _describe(config, node, needs, share, layout, tiers)
     return store
@@ -181,14 +197,29 @@ def _plan(
 
 def _open_tiers(
     config: OffloadConfig,
+    node: Node,
+    needs: Needs,
     places: Sequence[Place],
     sharing: Sequence[Sharing],
     layout: Layout,
-    tiers: list[StorageTier],
-) -> None:
-    for place, shared, num_slots in zip(places, sharing, layout.slots, strict=True):
-        if num_slots:
-            tiers.append(open_tier(config, place, shared.tokens, layout.chunk_bytes, num_slots))
+    creation_hints: Mapping[str, Mapping[str, str]],
+    resources: ExitStack,
+) -> list[StorageTier]:
+    """Collective over the training world. The tiers on which this rank has slots."""
+    tiers: list[StorageTier] = []
+    resources.callback(lambda: _close_all(tiers))
+    wanted = [Slots(layout.chunk_bytes, num_slots) for num_slots in layout.slots]
+
+    def start() -> None:
+        for place, shared, container in zip(places, sharing, containers, strict=True):
+            if container is not None:
+                tiers.append(StorageTier(place.tier.name, container, shared.tokens, config.checksum != "off"))
+
+    with ExitStack() as opening:
+        containers = open_containers(places, wanted, needs.contents, node, creation_hints, opening)
+        together(start)
+        opening.pop_all()
+    return tiers
 
 
 def _close_all(tiers: Sequence[StorageTier]) -> None:
@@ -235,5 +266,5 @@ def _describe(
         node.node_size,
         layout.chunk_bytes / 1e6,
     )
-    where = ", ".join(f"{tier.name} {tier.container.path} ({tier.container.num_slots} slots)" for tier in tiers)
-    say("tiers: %s", f"unnamed files in {where}" if where else "none needed, all state fits in host memory")
+    where = ", ".join(f"{tier.name} {tier.container} ({tier.container.num_slots} slots)" for tier in tiers)
+    say("tiers: %s", where or "none needed, all state fits in host memory")

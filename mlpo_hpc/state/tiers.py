@@ -1,25 +1,20 @@
-"""From the places of the configuration to tiers at work: locks, room, containers."""
+"""What is done to the places of the configuration before files are made there: locks, striping, room."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 from mlpo_hpc.cluster.node import Node
 from mlpo_hpc.cluster.sites import find_site
 from mlpo_hpc.cluster.verdict import gather, together
-from mlpo_hpc.config import OffloadConfig
 from mlpo_hpc.errors import StorageError, storage_error
 from mlpo_hpc.storage.lock import DirectoryLock
 from mlpo_hpc.storage.place import Place
-from mlpo_hpc.storage.posix import RawFile
-from mlpo_hpc.storage.striping import set_layout, wanted_layout
-from mlpo_hpc.storage.tier import StorageTier
+from mlpo_hpc.storage.striping import has_lfs, set_layout, wanted_layout
 from mlpo_hpc.telemetry.log import logger
-from mlpo_hpc.tokens.open import TokenPair
 
 
 def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) -> None:
@@ -48,23 +43,30 @@ def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) 
     together(lock)
 
 
-def stripe_directories(places: Sequence[Place], node: Node) -> None:
+def stripe_directories(places: Sequence[Place], node: Node) -> dict[str, dict[str, str]]:
     """Collective over the training world. Set the striping of each directory, by one rank of those that share it.
 
     Striping is advice: what cannot be set, or is granted otherwise, is a warning.
+
+    Returns
+    -------
+    dict
+        Where there is no ``lfs``: hints for MPI-IO that ask for the same when a file is made, by tier.
     """
     wanted = [place for place in places if place.tier.striping.policy != "inherit"]
     mine = [place.directory_key(node.key) for place in wanted]
     everyone = gather((node.key, mine))
     num_nodes = len({key for key, _ in everyone})
     taken = {key for _, keys in everyone[: node.world_rank] for key in keys}
-    for place, key in zip(wanted, mine, strict=True):
-        if key not in taken:
-            _stripe(place, num_nodes)
-    gather(None)  # before anything is created there
+    hints = {
+        place.tier.name: _stripe(place, num_nodes) for place, key in zip(wanted, mine, strict=True) if key not in taken
+    }
+    everyone_s = gather(hints)  # and before anything is created there
+    return {name: found for theirs in everyone_s for name, found in theirs.items() if found}
 
 
-def _stripe(place: Place, num_nodes: int) -> None:
+def _stripe(place: Place, num_nodes: int) -> dict[str, str]:
+    """Hints for MPI-IO, if those are the only way."""
     name, directory = place.tier.name, place.path
     layout, reason = wanted_layout(place.tier.striping, "state", num_nodes, find_site(os.environ))
     if not place.filesystem.is_lustre:
@@ -77,12 +79,15 @@ def _stripe(place: Place, num_nodes: int) -> None:
         try:
             granted = set_layout(directory, layout)
         except (StorageError, OSError, subprocess.SubprocessError) as error:
-            logger.warning("tier %s: striping '%s' (%s) was not set: %s", name, layout, reason, error)
-            return
+            hints = {} if has_lfs() else layout.hints()
+            instead = f"; asking for it by the hints {hints}" if hints else ""
+            logger.warning("tier %s: striping '%s' (%s) was not set: %s%s", name, layout, reason, error, instead)
+            return hints
         if granted.grants(layout):
             logger.info("tier %s: striping '%s' set on %s (%s)", name, layout, directory, reason)
         else:
             logger.warning("tier %s: striping '%s' was asked for, '%s' granted on %s", name, layout, granted, directory)
+    return {}
 
 
 def rooms_bytes(places: Sequence[Place], node: Node, fills_tiers: bool) -> list[int]:
@@ -99,26 +104,3 @@ def rooms_bytes(places: Sequence[Place], node: Node, fills_tiers: bool) -> list[
         capacity = place.tier.capacity
         rooms.append(room if capacity is None else min(room, int(capacity) // node.node_size))
     return rooms
-
-
-def open_tier(config: OffloadConfig, place: Place, tokens: TokenPair, slot_bytes: int, num_slots: int) -> StorageTier:
-    """Make a tier's container and start its lanes.
-
-    Raises
-    ------
-    StorageError
-        If the container cannot be made.
-    """
-    container = _open_container(place, slot_bytes, num_slots)
-    return StorageTier(place.tier.name, container, tokens, config.checksum != "off")
-
-
-def _open_container(place: Place, slot_bytes: int, num_slots: int) -> RawFile:
-    if not place.ours:
-        return RawFile(place.path, slot_bytes, num_slots)
-    # The file has no name, so its directory can go as soon as it is open: nothing is left, whatever happens.
-    try:
-        with tempfile.TemporaryDirectory(prefix=f"mlpo_hpc-{place.tier.name}-", dir=place.path) as folder:
-            return RawFile(folder, slot_bytes, num_slots)
-    except OSError as error:
-        raise storage_error("making a tier directory", place.path, error) from error

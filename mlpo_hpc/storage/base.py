@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlpo_hpc.storage.index import SlotIndex
 
 ALIGNMENT_BYTES = 4096
 """Offsets and lengths are multiples of this: enough for O_DIRECT on 512e and 4Kn devices."""
@@ -51,6 +55,10 @@ class Container(ABC):
         self.path = path
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
+        self.index: SlotIndex | None = None
+
+    def __str__(self) -> str:
+        return self.path
 
     def read(self, slot: int, view: memoryview) -> None:
         """Fill `view` with the first bytes of a slot.
@@ -79,6 +87,10 @@ class Container(ABC):
             raise ValueError(f"{view.nbytes} bytes do not fit a slot of {self.slot_bytes} in {self.path}")
         return slot * self.slot_bytes
 
+    def where(self, slot: int) -> str:
+        """A slot's place, for messages."""
+        return f"slot {slot} (byte {slot * self.slot_bytes})"
+
     @abstractmethod
     def _read(self, offset: int, view: memoryview) -> None: ...
 
@@ -88,3 +100,89 @@ class Container(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what the container holds. Idempotent."""
+
+
+class Transport(ABC):
+    """How bytes reach a file. Safe to use from several threads on different bytes.
+
+    Offsets and sizes are multiples of `ALIGNMENT_BYTES`.
+    """
+
+    name: str
+    """As in the configuration."""
+    path: str
+    """Of the file, or of the directory of a file without a name."""
+
+    @abstractmethod
+    def read(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with the bytes at `offset`.
+
+        Raises
+        ------
+        StorageError
+            If they cannot be had; `CorruptState` if the file ends before them.
+        """
+
+    @abstractmethod
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write all of `view` at `offset`.
+
+        Raises
+        ------
+        StorageError
+            If not all was written; `TierFull` if there is no room.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file. Idempotent, and never collective: a rank that fails waits for nobody."""
+
+
+class FileContainer(Container):
+    """Slots in a file, from a byte of it on.
+
+    Parameters
+    ----------
+    transport : Transport
+        Of the file; owned.
+    slot_bytes, num_slots : int
+        What this rank has of it.
+    kind : str
+        As in the configuration.
+    base_bytes : int
+        Where the first slot begins.
+    index : SlotIndex, optional
+        Where the file says which slot holds what.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        slot_bytes: int,
+        num_slots: int,
+        kind: str = "raw",
+        base_bytes: int = 0,
+        index: SlotIndex | None = None,
+    ) -> None:
+        super().__init__(transport.path, slot_bytes, num_slots)
+        self.kind = kind
+        self.transport = transport
+        self.base_bytes = base_bytes
+        self.index = index
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.transport.name} in {self.path}"
+
+    def _read(self, offset: int, view: memoryview) -> None:
+        self.transport.read(self.base_bytes + offset, view)
+
+    def _write(self, offset: int, view: memoryview) -> None:
+        self.transport.write(self.base_bytes + offset, view)
+
+    def where(self, slot: int) -> str:
+        """A slot's place in the file."""
+        return f"slot {slot} (byte {self.base_bytes + slot * self.slot_bytes})"
+
+    def close(self) -> None:
+        """Close the file."""
+        self.transport.close()

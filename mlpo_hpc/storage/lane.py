@@ -116,7 +116,7 @@ class ReadLane(Lane):
         found = xxhash.xxh3_64_intdigest(job.view)
         if found != job.expected:
             raise CorruptState(
-                f"{job.label} read from slot {job.slot} (byte {job.slot * self._container.slot_bytes}) is not what was "
+                f"{job.label} read from {self._container.where(job.slot)} is not what was "
                 f"written there: checksum {found:016x} instead of {job.expected:016x}, on "
                 f"{here(self._container.path)}. The device or something else altered the state file: "
                 "check the device, then resume from the last checkpoint."

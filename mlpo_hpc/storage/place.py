@@ -151,4 +151,5 @@ def default_tiers() -> list[Tier]:
         say("%s is memory: passed over", base)
         base = "/var/tmp"
     say("no tiers configured: using two directories in %s (one device; give 'tiers' to use more)", base)
-    return [Tier(name=name, dir=base, kind="node_local") for name in ("nvme", "pfs")]
+    nvme = Tier(name="nvme", dir=base, kind="node_local")
+    return [nvme, Tier(name="pfs", dir=base, kind="node_local", container="hdf5")]

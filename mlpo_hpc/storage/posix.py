@@ -1,4 +1,4 @@
-"""Container ``raw`` over transport ``posix``: one file without a name, moved by pread and pwrite."""
+"""Transport ``posix``: pread and pwrite, with O_DIRECT where the file system takes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 
 from mlpo_hpc.errors import CorruptState, StorageError, here, storage_error
-from mlpo_hpc.storage.base import ALIGNMENT_BYTES, Container
+from mlpo_hpc.storage.base import ALIGNMENT_BYTES, FileContainer, Transport
 from mlpo_hpc.telemetry.log import say
 
 MAX_CALL_BYTES = 2**30  # Linux moves at most 0x7ffff000 bytes a call, some file systems fewer
@@ -20,46 +20,41 @@ NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 NO_DIRECT_IO = {errno.EINVAL, errno.EOPNOTSUPP}
 
 
-class RawFile(Container):
-    """Slots in one file of ours alone, which has no name and so never outlives us.
+class PosixFile(Transport):
+    """An open file, moved by pread and pwrite.
 
     Parameters
     ----------
-    directory : str
-        Where the file lies.
-    slot_bytes, num_slots : int
-        Its layout; the file is sparse until slots are written.
-
-    Raises
-    ------
-    StorageError
-        If it cannot be made there.
+    fd : int
+        Owned.
+    path : str
+        Of the file, or of the directory of a file without a name.
+    direct : bool
+        Whether it was opened with O_DIRECT.
 
     Notes
     -----
-    O_DIRECT is used where the file system takes it: pages left in the page cache would be host
-    memory outside the budget. Elsewhere each chunk is synced and its pages are dropped.
+    Pages left in the page cache would be host memory outside the budget. Without O_DIRECT each
+    piece is synced and its pages are dropped.
     """
 
-    def __init__(self, directory: str, slot_bytes: int, num_slots: int) -> None:
-        super().__init__(directory, slot_bytes, num_slots)
-        self.fd = -1
-        try:
-            self.fd, self.direct = _open(directory)
-            os.ftruncate(self.fd, slot_bytes * num_slots)
-        except OSError as error:
-            self._abandon()
-            raise storage_error("creating a state file", directory, error) from error
+    name = "posix"
 
-    def _read(self, offset: int, view: memoryview) -> None:
+    def __init__(self, fd: int, path: str, direct: bool) -> None:
+        self.fd = fd
+        self.path = path
+        self.direct = direct
+
+    def read(self, offset: int, view: memoryview) -> None:
         self._move("reading", os.preadv, offset, view)
-        self._drop_pages(offset, view.nbytes)
+        if not self.direct:
+            drop_pages(self.fd, offset, view.nbytes)
 
-    def _write(self, offset: int, view: memoryview) -> None:
+    def write(self, offset: int, view: memoryview) -> None:
         self._move("writing", os.pwritev, offset, view)
         if not self.direct:
-            self._sync()
-            self._drop_pages(offset, view.nbytes)
+            sync(self.fd, self.path)
+            drop_pages(self.fd, offset, view.nbytes)
 
     def _move(self, action: str, call: Callable[..., int], offset: int, view: memoryview) -> None:
         """Move all bytes of a view; short transfers go on from the last aligned byte."""
@@ -72,29 +67,11 @@ class RawFile(Container):
             end = done + moved
             progress = end - end % ALIGNMENT_BYTES if end < view.nbytes else end
             if progress <= done:
-                self._stuck(action, offset + end, moved)
+                raise stuck(action, offset + end, moved, self.path)
             done = progress
 
-    def _stuck(self, action: str, offset: int, moved: int) -> None:
-        if action == "reading":
-            raise CorruptState(
-                f"the state file ends at byte {offset} where state was written, on {here(self.path)}. "
-                "Something truncated it: find out what, then resume from the last checkpoint."
-            )
-        raise StorageError(f"{action} stopped after {moved} bytes at byte {offset} on {here(self.path)}")
-
-    def _sync(self) -> None:
-        try:
-            os.fdatasync(self.fd)
-        except OSError as error:
-            raise storage_error("syncing the state file", self.path, error) from error
-
-    def _drop_pages(self, offset: int, size_bytes: int) -> None:
-        if not self.direct:
-            os.posix_fadvise(self.fd, offset, size_bytes, os.POSIX_FADV_DONTNEED)
-
     def close(self) -> None:
-        """Close the file, which frees its space."""
+        """Close the file; one without a name frees its space."""
         if self.fd < 0:
             return
         fd, self.fd = self.fd, -1
@@ -103,11 +80,94 @@ class RawFile(Container):
         except OSError as error:
             raise storage_error("closing the state file", self.path, error) from error
 
-    def _abandon(self) -> None:
-        # Called on the way out with the first error, which is the one worth telling.
+
+def stuck(action: str, offset: int, moved: int, path: str) -> StorageError:
+    """The error for a transfer that does not go on."""
+    if action == "reading":
+        return CorruptState(
+            f"the state file ends at byte {offset} where state was written, on {here(path)}. "
+            "Something truncated it: find out what, then resume from the last checkpoint."
+        )
+    return StorageError(f"{action} stopped after {moved} bytes at byte {offset} on {here(path)}")
+
+
+def sync(fd: int, path: str) -> None:
+    """Wait until what was written is on the device, which is when some file systems find out that they cannot."""
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        raise storage_error("syncing the state file", path, error) from error
+
+
+def drop_pages(fd: int, offset: int, size_bytes: int) -> None:
+    """Give clean pages of a file back to the system."""
+    os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def open_raw(directory: str, slot_bytes: int, num_slots: int) -> FileContainer:
+    """Container ``raw``: slots in one file of ours alone, which has no name and so never outlives us.
+
+    Parameters
+    ----------
+    directory : str
+        Where the file lies.
+    slot_bytes, num_slots : int
+        Its layout; the file is sparse until slots are written.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be made there.
+    """
+    return FileContainer(open_unnamed(directory, slot_bytes * num_slots), slot_bytes, num_slots)
+
+
+def open_unnamed(directory: str, size_bytes: int) -> PosixFile:
+    """Make a sparse file without a name.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be made there.
+    """
+    fd = -1
+    try:
+        fd, direct = _open(directory)
+        os.ftruncate(fd, size_bytes)
+    except OSError as error:
+        _abandon(fd)
+        raise storage_error("creating a state file", directory, error) from error
+    return PosixFile(fd, directory, direct)
+
+
+def open_posix(path: str) -> PosixFile:
+    """Open a file that exists, for reading and writing.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be opened.
+    """
+    fd = -1
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
-            os.close(self.fd)
-        self.fd = -1
+            direct_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            if _reads_directly(direct_fd):
+                os.close(fd)
+                return PosixFile(direct_fd, path, True)
+            os.close(direct_fd)
+    except OSError as error:
+        _abandon(fd)
+        raise storage_error("opening the state file", path, error) from error
+    _say_buffered(os.path.dirname(path))
+    return PosixFile(fd, path, False)
+
+
+def _abandon(fd: int) -> None:
+    # Called on the way out with the first error, which is the one worth telling.
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def _open(directory: str) -> tuple[int, bool]:
@@ -122,8 +182,12 @@ def _open(directory: str) -> tuple[int, bool]:
         if _takes_direct_io(fd):
             return fd, True
         os.close(fd)
-    say("%s does not take O_DIRECT; each chunk there is synced and its pages are dropped", directory)
+    _say_buffered(directory)
     return _open_unnamed(directory, 0), False
+
+
+def _say_buffered(directory: str) -> None:
+    say("%s does not take O_DIRECT; each chunk there is synced and its pages are dropped", directory)
 
 
 def _open_unnamed(directory: str, extra_flags: int) -> int:
@@ -149,3 +213,10 @@ def _takes_direct_io(fd: int) -> bool:
                 return False
             raise
     return True
+
+
+def _reads_directly(fd: int) -> bool:
+    """As `_takes_direct_io`, of a file whose bytes must stay."""
+    with mmap.mmap(-1, ALIGNMENT_BYTES) as block, contextlib.suppress(OSError):
+        return os.preadv(fd, [block], 0) >= 0
+    return False

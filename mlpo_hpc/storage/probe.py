@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, Container
-from mlpo_hpc.storage.posix import RawFile
+from mlpo_hpc.storage.posix import open_raw
 
 MOST_BYTES = 64 * 2**20
 NUM_SLOTS = 8
@@ -91,4 +91,4 @@ def open_probe(directory: str, room_bytes: int) -> Probe:
         If the directory does not take the file.
     """
     chunk_bytes = max(1, math.floor(min(MOST_BYTES, room_bytes) / NUM_SLOTS / ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
-    return Probe(RawFile(directory, chunk_bytes, NUM_SLOTS))
+    return Probe(open_raw(directory, chunk_bytes, NUM_SLOTS))

@@ -7,6 +7,7 @@ lfs-setstripe(1) and lfs-getstripe(1).
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -15,10 +16,14 @@ from dataclasses import dataclass
 from mlpo_hpc.cluster.sites import Purpose, Site
 from mlpo_hpc.config import Stripes, Striping
 from mlpo_hpc.errors import StorageError, here
+from mlpo_hpc.storage.base import round_up
+from mlpo_hpc.telemetry.log import logger
 
 LFS_TIMEOUT_S = 60.0
 ALL_OSTS = -1
 SMALLEST_SIZE_BYTES = 65536
+LEAST_ALIGNMENT_BYTES = 2**20
+MOST_ALIGNMENT_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,14 @@ class StripeLayout:
         """Options of ``lfs setstripe``."""
         progressive = len(self.components) > 1
         return [word for component in self.components for word in component.arguments(progressive)]
+
+    def hints(self) -> dict[str, str]:
+        """The same as hints for MPI-IO, as far as those can say it: one component, no pool (MPI 4.1, 14.2.8)."""
+        first = self.components[0]
+        if len(self.components) > 1 or first.pool or first.overstripe:
+            return {}
+        size = {"striping_unit": str(first.size_bytes)} if first.size_bytes else {}
+        return {"striping_factor": str(first.count), **size}
 
     def __str__(self) -> str:
         return " ".join(self.arguments())
@@ -156,6 +169,18 @@ def get_layout(directory: str) -> StripeLayout:
     return layout
 
 
+def file_alignment_bytes(directory: str, is_lustre: bool) -> int:
+    """Where large pieces of new files should begin: on a stripe of Lustre, on a block elsewhere; 1 to 64 MiB."""
+    unit_bytes = os.stat(directory).st_blksize  # Storage Scale tells its block size
+    if is_lustre:
+        try:
+            sizes = [component.size_bytes or 0 for component in get_layout(directory).components]
+            unit_bytes = max(unit_bytes, *sizes)
+        except (StorageError, OSError, subprocess.SubprocessError) as error:
+            logger.info("the stripe size of %s is not known: %s", directory, error)
+    return min(MOST_ALIGNMENT_BYTES, round_up(unit_bytes, LEAST_ALIGNMENT_BYTES))
+
+
 def parse_layout(text: str) -> StripeLayout:
     """Read what ``lfs getstripe -d`` prints, in its plain and its YAML form."""
     extents = re.split(r"lcme_extent\.e_end:", text)
@@ -183,6 +208,11 @@ def _components(text: str, end_bytes: int | None) -> list[Component]:
             "overstriped" in values.get("pattern", ""),
         )
     ]
+
+
+def has_lfs() -> bool:
+    """Whether Lustre's tool is at hand."""
+    return shutil.which("lfs") is not None
 
 
 def _lfs(*arguments: str) -> str:

@@ -6,17 +6,14 @@ schemes do per operation needs the target's attention, and a rank inside a write
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Hashable, Sequence
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlpo_hpc.cluster.launch import mpi_launcher
-from mlpo_hpc.cluster.node import Node, gather_on_node, start_mpi
+from mlpo_hpc.cluster.node import Node, gather_on_node, mpi_obstacle, node_communicator
 from mlpo_hpc.cluster.verdict import gather, raise_together, together
 from mlpo_hpc.errors import MlpoError
 from mlpo_hpc.tokens.ticket import Counters
@@ -94,8 +91,8 @@ def why_not(node: Node) -> str:
     ConfigError
         If the launcher started one world and MPI sees another.
     """
-    if reasons := list(filter(None, gather(together(lambda: _obstacle(node))))):
-        return str(reasons[0])
+    if reason := mpi_obstacle(node, alone=True) or next(filter(None, gather(_lack_of_memory(node))), ""):
+        return reason
     # All ranks are in one MPI world now, so a collective call is safe.
     node_comm = node_communicator()
     neighbours = ""
@@ -104,34 +101,14 @@ def why_not(node: Node) -> str:
     return next(filter(None, gather(neighbours)), "")
 
 
-def _obstacle(node: Node) -> str:
-    if node.world_size > 1 and mpi_launcher(os.environ, node.world_size) is None:
-        return "these processes were not started as one MPI world (srun and mpirun do that, torchrun does not)"
-    try:
-        world = start_mpi(node.world_size)
-    except (ImportError, RuntimeError) as error:
-        return f"mpi4py or its MPI library is missing ({error})"
-    from mpi4py import MPI
-
-    if world.rank != node.world_rank:
-        return f"MPI's rank {world.rank} is torch's rank {node.world_rank}: leave RANK to us, or set it as MPI has it"
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        return "this MPI does not give MPI_THREAD_MULTIPLE"
-    if SHARED_MEMORY.is_dir():
-        free = shutil.disk_usage(SHARED_MEMORY).free
-        needed = window_bytes(TOKENS_PER_WINDOW * (2 + node.node_size)) + SPARE_BYTES
-        if free < needed:
-            return f"{SHARED_MEMORY} of host {node.host} has {free:,} free bytes, {needed:,} are needed"
-    return ""
-
-
-@cache
-def node_communicator() -> MPI.Intracomm:
-    """Collective over the MPI world at the first call. The ranks of this node, for the life of the process."""
-    from mpi4py import MPI
-
-    comm: Any = start_mpi().Split_type(MPI.COMM_TYPE_SHARED)
-    return cast("MPI.Intracomm", comm)
+def _lack_of_memory(node: Node) -> str:
+    if not SHARED_MEMORY.is_dir():
+        return ""
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    needed = window_bytes(TOKENS_PER_WINDOW * (2 + node.node_size)) + SPARE_BYTES
+    if free >= needed:
+        return ""
+    return f"{SHARED_MEMORY} of host {node.host} has {free:,} free bytes, {needed:,} are needed"
 
 
 _windows: list[WindowCounters] = []

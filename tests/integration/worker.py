@@ -29,7 +29,7 @@ from deepspeed.utils import (
 )
 
 import mlpo_hpc
-from mlpo_hpc.storage.posix import RawFile
+from mlpo_hpc.storage.base import FileContainer
 
 Args = dict[str, Any]
 
@@ -299,12 +299,14 @@ def break_storage(engine: Any, what: str) -> None:
     containers = [tier.container for tier in engine.optimizer._store.pipeline.tiers]
     if what == "truncated":
         for container in containers:
-            os.ftruncate(container.fd, 4096)
+            os.ftruncate(container.transport.fd, 4096)
     elif what == "altered":
         for container in containers:
             for slot in range(container.num_slots):
                 os.pwrite(
-                    os.open(f"/proc/self/fd/{container.fd}", os.O_RDWR), b"\xff" * 64, slot * container.slot_bytes
+                    os.open(f"/proc/self/fd/{container.transport.fd}", os.O_RDWR),
+                    b"\xff" * 64,
+                    slot * container.slot_bytes,
                 )
     else:
         code = getattr(errno, what)
@@ -314,7 +316,7 @@ def break_storage(engine: Any, what: str) -> None:
                 "writing state", self.path, OSError(code, os.strerror(code))
             )
 
-        RawFile._write = fail  # type: ignore[method-assign]
+        FileContainer._write = fail  # type: ignore[method-assign]
 
 
 def partial_use(args: Args) -> Args:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlpo_hpc.errors import CorruptState, StorageError, TierFull
 from mlpo_hpc.storage import posix
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, Slots, round_up
-from mlpo_hpc.storage.posix import RawFile
+from mlpo_hpc.storage.posix import open_raw
 from tests.containers import MemoryContainer
 
 SLOT = 4 * ALIGNMENT_BYTES
@@ -44,7 +44,7 @@ def container(request, tmp_path, monkeypatch):
             monkeypatch.setattr(os, "open", refuse(os.O_DIRECT, errno.EINVAL))
         if request.param == "raw without O_TMPFILE":
             monkeypatch.setattr(os, "open", refuse(os.O_TMPFILE, errno.EOPNOTSUPP))
-        made = RawFile(str(tmp_path), SLOT, 8)
+        made = open_raw(str(tmp_path), SLOT, 8)
     yield made
     made.close()
 
@@ -87,9 +87,9 @@ def test_close_is_idempotent_and_leaves_no_file(container, tmp_path):
 
 
 def test_a_file_in_use_has_no_name(tmp_path):
-    file = RawFile(str(tmp_path), SLOT, 2)
+    file = open_raw(str(tmp_path), SLOT, 2)
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
-    assert os.fstat(file.fd).st_nlink == 0
+    assert os.fstat(file.transport.fd).st_nlink == 0
     file.close()
 
 
@@ -114,7 +114,7 @@ class Script:
 def test_short_transfers_go_on(tmp_path, monkeypatch, direct, shorts):
     if not direct:
         monkeypatch.setattr(os, "open", refuse(os.O_DIRECT, errno.EINVAL))
-    file = RawFile(str(tmp_path), SLOT, 2)
+    file = open_raw(str(tmp_path), SLOT, 2)
     view, back = aligned(SLOT), aligned(SLOT)
     view[:] = os.urandom(SLOT)
     monkeypatch.setattr(os, "pwritev", Script(os.pwritev, shorts))
@@ -128,7 +128,7 @@ def test_short_transfers_go_on(tmp_path, monkeypatch, direct, shorts):
 
 def test_a_short_transfer_off_the_alignment_goes_back_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", refuse(os.O_DIRECT, errno.EINVAL))
-    file = RawFile(str(tmp_path), SLOT, 1)
+    file = open_raw(str(tmp_path), SLOT, 1)
     view, back = aligned(SLOT), aligned(SLOT)
     view[:] = os.urandom(SLOT)
     monkeypatch.setattr(os, "pwritev", Script(os.pwritev, [5000]))
@@ -149,7 +149,7 @@ def test_a_short_transfer_off_the_alignment_goes_back_to_it(tmp_path, monkeypatc
 )
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_errors_say_what_where_and_what_to_do(tmp_path, monkeypatch, code, kind, advice, call):
-    file = RawFile(str(tmp_path), SLOT, 2)
+    file = open_raw(str(tmp_path), SLOT, 2)
     monkeypatch.setattr(os, call, Script(getattr(os, call), [OSError(code, os.strerror(code))]))
     with pytest.raises(kind, match=advice) as caught:
         (file.write if call == "pwritev" else file.read)(1, aligned(SLOT))
@@ -164,12 +164,12 @@ def test_errors_say_what_where_and_what_to_do(tmp_path, monkeypatch, code, kind,
 @pytest.mark.parametrize("call", ["fdatasync", "close"])
 def test_errors_at_sync_and_close_are_not_lost(tmp_path, monkeypatch, call):
     monkeypatch.setattr(os, "open", refuse(os.O_DIRECT, errno.EINVAL))
-    file = RawFile(str(tmp_path), SLOT, 2)
+    file = open_raw(str(tmp_path), SLOT, 2)
 
     def fail(fd):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    fd = file.fd
+    fd = file.transport.fd
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(StorageError, match="EIO"):
         file.write(0, aligned(SLOT))
@@ -179,17 +179,17 @@ def test_errors_at_sync_and_close_are_not_lost(tmp_path, monkeypatch, call):
 
 
 def test_a_truncated_file_is_found(tmp_path):
-    file = RawFile(str(tmp_path), SLOT, 4)
+    file = open_raw(str(tmp_path), SLOT, 4)
     for slot in range(4):
         file.write(slot, aligned(SLOT))
-    os.ftruncate(file.fd, SLOT + 4096)
+    os.ftruncate(file.transport.fd, SLOT + 4096)
     with pytest.raises(CorruptState, match=f"ends at byte {SLOT + 4096}"):
         file.read(1, aligned(SLOT))
     file.close()
 
 
 def test_a_write_that_moves_nothing_is_an_error_not_a_loop(tmp_path, monkeypatch):
-    file = RawFile(str(tmp_path), SLOT, 1)
+    file = open_raw(str(tmp_path), SLOT, 1)
     monkeypatch.setattr(os, "pwritev", Script(os.pwritev, [0]))
     with pytest.raises(StorageError, match="stopped"):
         file.write(0, aligned(SLOT))
@@ -199,7 +199,7 @@ def test_a_write_that_moves_nothing_is_an_error_not_a_loop(tmp_path, monkeypatch
 def test_large_transfers_are_cut(tmp_path, monkeypatch):
     """https://github.com/open-mpi/ompi/issues/2399 is one of many limits on a single call"""
     monkeypatch.setattr(posix, "MAX_CALL_BYTES", ALIGNMENT_BYTES)
-    file = RawFile(str(tmp_path), SLOT, 1)
+    file = open_raw(str(tmp_path), SLOT, 1)
     view, back = aligned(SLOT), aligned(SLOT)
     view[:] = os.urandom(SLOT)
     monkeypatch.setattr(os, "pwritev", Script(os.pwritev, []))
@@ -212,7 +212,7 @@ def test_large_transfers_are_cut(tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_written_is_said(tmp_path):
     with pytest.raises(StorageError, match="ENOENT.*create the directory"):
-        RawFile(str(tmp_path / "missing"), SLOT, 1)
+        open_raw(str(tmp_path / "missing"), SLOT, 1)
 
 
 def test_a_file_size_limit_is_found_when_the_container_is_made(tmp_path):
@@ -222,7 +222,7 @@ def test_a_file_size_limit_is_found_when_the_container_is_made(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT, before[1]))
     try:
         with pytest.raises(StorageError, match="ulimit"):
-            RawFile(str(tmp_path), SLOT, 100)
+            open_raw(str(tmp_path), SLOT, 100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

@@ -1,0 +1,142 @@
+"""The containers of all tiers, opened by the ranks together: which kind, moved by which transport, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from mlpo_hpc.cluster.node import Node, mpi_obstacle, node_communicator
+from mlpo_hpc.cluster.verdict import gather, together
+from mlpo_hpc.errors import ConfigError, MpiMismatch
+from mlpo_hpc.state.node_file import Means, Slots, open_node_file
+from mlpo_hpc.storage.base import FileContainer
+from mlpo_hpc.storage.contents import Contents
+from mlpo_hpc.storage.folder import private_folder
+from mlpo_hpc.storage.place import Place
+from mlpo_hpc.storage.posix import open_raw
+from mlpo_hpc.telemetry.log import say
+
+
+def open_containers(
+    places: Sequence[Place],
+    wanted: Sequence[Slots],
+    contents: Contents,
+    node: Node,
+    creation_hints: Mapping[str, Mapping[str, str]],
+    opening: ExitStack,
+) -> list[FileContainer | None]:
+    """Collective over the training world. The container of each tier; None where this rank wants no slots.
+
+    Parameters
+    ----------
+    places : sequence of Place
+        The tiers, the same number on all ranks.
+    wanted : sequence of Slots
+        Of each.
+    contents : Contents
+        What this rank's slots will hold.
+    node : Node
+        This rank's place in the job.
+    creation_hints : mapping
+        Of a tier's name to hints for MPI-IO that ask for its striping.
+    opening : ExitStack
+        Gets what must be done if something fails later.
+
+    Raises
+    ------
+    StorageError
+        If one cannot be made, the same on all ranks; nothing is left behind.
+    """
+    used = [any(gather(slots.num_slots > 0)) for slots in wanted]
+    means = pick_means([place for place, use in zip(places, used, strict=True) if use], node)
+    opened: list[FileContainer | None] = []
+    for place, slots, use in zip(places, wanted, used, strict=True):
+        if not use:
+            opened.append(None)
+        elif means[place.tier.name].container == "raw":
+            opened.append(_open_raw(place, slots, means[place.tier.name], opening))
+        else:
+            hints = {**creation_hints.get(place.tier.name, {}), **place.tier.hints}
+            opened.append(open_node_file(place, slots, contents, node, means[place.tier.name], hints, opening))
+    return opened
+
+
+def pick_means(places: Sequence[Place], node: Node) -> dict[str, Means]:
+    """Collective over the training world. Container and transport of each tier, and why.
+
+    Raises
+    ------
+    ConfigError
+        If HDF5 is asked for and h5py is missing.
+    """
+    containers = {place.tier.name: _container(place) for place in places}
+    asked = {place.tier.name: place.tier.transport or _usual_transport(containers[place.tier.name]) for place in places}
+    obstacle = ""
+    if "mpiio" in asked.values():
+        obstacle = _why_not_mpi(node, alone=any(place.tier.transport == "mpiio" for place in places))
+    parallel = "hdf5" in containers.values() and all(gather(together(_parallel_hdf5)))
+    if "mpiio" in asked.values() and not obstacle:
+        parallel &= all(gather(node_communicator().size == node.node_size))
+    means = {}
+    for name, container in containers.items():
+        transport = "posix" if obstacle else asked[name]
+        means[name] = Means(container, transport, parallel and transport == "mpiio")
+        if transport != asked[name]:
+            say("tier %s: transport 'posix', for MPI-IO cannot be used: %s", name, obstacle)
+    return means
+
+
+def _why_not_mpi(node: Node, alone: bool) -> str:
+    """Collective over the training world. Bytes can go another way, so nothing here is an error."""
+    try:
+        return mpi_obstacle(node, alone)
+    except MpiMismatch as error:
+        return str(error).splitlines()[-1]
+
+
+def _container(place: Place) -> str:
+    if place.tier.container is not None:
+        return place.tier.container
+    return "hdf5" if place.shared or place.tier.keep else "raw"
+
+
+def _usual_transport(container: str) -> str:
+    return "mpiio" if container == "hdf5" else "posix"
+
+
+def _parallel_hdf5() -> bool:
+    try:
+        from mlpo_hpc.storage.hdf5 import has_parallel_hdf5
+
+        return has_parallel_hdf5()
+    except ImportError as error:
+        raise ConfigError(f'container \'hdf5\' needs h5py ({error}): install it, or say "container": "raw"') from error
+
+
+def _open_raw(place: Place, slots: Slots, means: Means, opening: ExitStack) -> FileContainer | None:
+    """Collective over the training world. A file of each rank's own, without a name: nothing is left."""
+
+    def make() -> FileContainer | None:
+        if not slots.num_slots:
+            return None
+        container = _raw_container(place, slots, means)
+        opening.callback(container.close)
+        return container
+
+    return together(make)
+
+
+def _raw_container(place: Place, slots: Slots, means: Means) -> FileContainer:
+    if means.transport == "posix" and not place.ours:
+        return open_raw(place.path, slots.chunk_bytes, slots.num_slots)
+    with private_folder(place.path) as folder:
+        if means.transport == "posix":
+            return open_raw(folder, slots.chunk_bytes, slots.num_slots)
+        from mlpo_hpc.storage.mpiio import MpiFile, create
+
+        path = os.path.join(folder, "state")
+        create(path, place.tier.hints, slots.chunk_bytes * slots.num_slots)
+        transport = MpiFile(path, place.tier.hints)
+        transport.path = place.path
+        return FileContainer(transport, slots.chunk_bytes, slots.num_slots)

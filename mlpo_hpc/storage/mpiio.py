@@ -1,0 +1,168 @@
+"""Transport ``mpiio``: blocking, independent MPI-IO from the I/O threads.
+
+Each handle is opened on this process alone: closing one is collective over those that opened it,
+and a rank that fails must not wait for the others. One handle reads and another writes, for
+implementations lock a handle, or all of MPI-IO (ROMIO), during a call.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from mlpo_hpc.errors import StorageError, here, storage_error
+from mlpo_hpc.storage.base import Transport
+from mlpo_hpc.storage.posix import drop_pages, stuck, sync
+
+MAX_WRITE_BYTES = 2**30
+"""Counts of MPI before version 4 are 32-bit, and some libraries break before that."""
+MAX_READ_BYTES = 2**20
+"""Where all of MPI-IO is under one lock, a reader that waits for the device holds writers up no longer than this."""
+
+
+class MpiFile(Transport):
+    """An existing file, moved by MPI-IO. Needs ``MPI_THREAD_MULTIPLE``.
+
+    Parameters
+    ----------
+    path : str
+        Of the file.
+    hints : mapping, optional
+        For MPI-IO.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be opened.
+
+    Notes
+    -----
+    MPI-IO goes through the page cache: what is to be read is asked for at once, so that the device
+    is busy while MPI copies; what was written is synced; and the pages are dropped.
+    """
+
+    name = "mpiio"
+
+    def __init__(self, path: str, hints: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        self._handles: list[Any] = []
+        self._fd = -1
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._reading, self._writing = self._open(hints), self._open(hints)
+        except OSError as error:
+            raise storage_error("opening the state file", path, error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, hints: Mapping[str, str] | None) -> Any:
+        from mpi4py import MPI
+
+        try:
+            # The error handler of files is "return" by default, so that mpi4py raises.
+            handle = MPI.File.Open(MPI.COMM_SELF, self.path, MPI.MODE_RDWR, MPI.Info.Create(dict(hints or {})))
+        except MPI.Exception as error:
+            raise _translate(error, "opening the state file", self.path) from error
+        self._handles.append(handle)
+        return handle
+
+    def get_hints(self) -> dict[str, str]:
+        """The hints that MPI says are in use."""
+        return dict(self._reading.Get_info().items())
+
+    def read(self, offset: int, view: memoryview) -> None:
+        os.posix_fadvise(self._fd, offset, view.nbytes, os.POSIX_FADV_WILLNEED)
+        self._move("reading", self._reading.Read_at, offset, view, MAX_READ_BYTES)
+        drop_pages(self._fd, offset, view.nbytes)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        self._move("writing", self._writing.Write_at, offset, view, MAX_WRITE_BYTES)
+        sync(self._fd, self.path)
+        drop_pages(self._fd, offset, view.nbytes)
+
+    def _move(self, action: str, call: Any, offset: int, view: memoryview, most_bytes: int) -> None:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        done = 0
+        while done < view.nbytes:
+            try:
+                call(offset + done, [view[done : done + most_bytes], MPI.BYTE], status)
+            except MPI.Exception as error:
+                raise _translate(error, f"{action} state at byte {offset + done}", self.path) from error
+            moved = status.Get_elements(MPI.BYTE)
+            if not 0 < moved <= view.nbytes - done:
+                raise stuck(action, offset + done, moved, self.path)
+            done += moved
+
+    def close(self) -> None:
+        """Close all handles, unless MPI has ended before."""
+        from mpi4py import MPI
+
+        handles, self._handles = self._handles, []
+        fd, self._fd = self._fd, -1
+        try:
+            for handle in handles if not MPI.Is_finalized() else ():
+                handle.Close()
+        except MPI.Exception as error:
+            raise _translate(error, "closing the state file", self.path) from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+
+def create(path: str, hints: Mapping[str, str], size_bytes: int = 0) -> None:
+    """Make a file by MPI-IO, which asks the file system for the striping that hints want.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be made.
+    """
+    from mpi4py import MPI
+
+    mode = MPI.MODE_CREATE | MPI.MODE_EXCL | MPI.MODE_RDWR
+    try:
+        handle = MPI.File.Open(MPI.COMM_SELF, path, mode, MPI.Info.Create(dict(hints)))
+        try:
+            handle.Set_size(size_bytes)
+        finally:
+            handle.Close()
+    except MPI.Exception as error:
+        raise _translate(error, "creating a state file", path) from error
+
+
+@cache
+def _error_codes() -> dict[int, int]:
+    """MPI's error classes (MPI 4.1, section 14.7) that say what the system's errors say."""
+    from mpi4py import MPI
+
+    return {
+        MPI.ERR_NO_SPACE: errno.ENOSPC,
+        MPI.ERR_QUOTA: errno.EDQUOT,
+        MPI.ERR_NO_SUCH_FILE: errno.ENOENT,
+        MPI.ERR_ACCESS: errno.EACCES,
+        MPI.ERR_READ_ONLY: errno.EROFS,
+        MPI.ERR_IO: errno.EIO,
+    }
+
+
+def _translate(error: Any, action: str, path: str) -> StorageError:
+    code = _error_codes().get(error.Get_error_class())
+    text = f"MPI: {error.Get_error_string()}"
+    if code:
+        return storage_error(action, path, OSError(code, text))
+    return StorageError(f"{action} failed: {text}, on {here(path)}. What to do: see the system log of that host.")
+
+
+def ignored_hints(asked: Mapping[str, str], used: Mapping[str, str]) -> dict[str, str | None]:
+    """Hints that MPI did not take, with what it uses instead (None: it does not know them)."""
+    return {key: used.get(key) for key, value in asked.items() if _plain(used.get(key)) != _plain(value)}
+
+
+def _plain(value: str | None) -> str | None:
+    return None if value is None else value.strip().lower()
