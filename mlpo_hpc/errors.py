@@ -15,6 +15,7 @@ ADVICE = {
     errno.EACCES: "make the directory writable for this user, or correct 'dir'",
     errno.EPERM: "make the directory writable for this user, or correct 'dir'",
     errno.EROFS: "the file system is mounted read-only: point 'dir' elsewhere",
+    errno.EAGAIN: "another process has the file locked: let it end, or set HDF5_USE_FILE_LOCKING=FALSE to read anyway",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 

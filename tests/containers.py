@@ -5,9 +5,16 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
+from mlpo_hpc.cluster.node import Node
 from mlpo_hpc.errors import CorruptState
-from mlpo_hpc.storage.base import ALIGNMENT_BYTES, Container
+from mlpo_hpc.state.containers import open_containers
+from mlpo_hpc.state.node_file import Slots
+from mlpo_hpc.storage.base import ALIGNMENT_BYTES, Container, FileContainer
+from mlpo_hpc.storage.contents import Contents
+from mlpo_hpc.storage.place import Place
 
 
 class MemoryContainer(Container):
@@ -49,3 +56,15 @@ class MemoryContainer(Container):
 
     def close(self) -> None:
         self.stored.clear()
+
+
+@contextmanager
+def open_alone(
+    places: Sequence[Place], slots: Slots, contents: Contents | None = None, node: Node | None = None
+) -> Iterator[list[FileContainer]]:
+    """Real containers, as the engine opens them; by default on the only rank that there is."""
+    node = node or Node("here", 0, 1, 0, 1)
+    with ExitStack() as endings:
+        wanted = [slots] * len(places)
+        found = open_containers(places, wanted, contents or Contents("fp32"), node, {}, endings)
+        yield [container for container in found if container is not None]

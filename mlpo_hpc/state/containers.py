@@ -128,13 +128,11 @@ def _open_raw(place: Place, slots: Slots, means: Means, opening: ExitStack) -> F
 
 
 def _raw_container(place: Place, slots: Slots, means: Means) -> FileContainer:
-    if means.transport == "posix" and not place.ours:
+    if means.transport == "posix":
         return open_raw(place.path, slots.chunk_bytes, slots.num_slots)
-    with private_folder(place.path) as folder:
-        if means.transport == "posix":
-            return open_raw(folder, slots.chunk_bytes, slots.num_slots)
-        from mlpo_hpc.storage.mpiio import MpiFile, create
+    from mlpo_hpc.storage.mpiio import MpiFile, create
 
+    with private_folder(place.path) as folder:
         path = os.path.join(folder, "state")
         create(path, place.tier.hints, slots.chunk_bytes * slots.num_slots)
         transport = MpiFile(path, place.tier.hints)

@@ -81,7 +81,8 @@ def open_node_file(
         mine = together(lambda: _plan(place, node, endings) if node.node_rank == 0 else None)
         plan = next(theirs for theirs in gather_on_node(node, mine) if theirs is not None)
         shares = gather_on_node(node, _share(node.world_rank, slots, contents, plan.alignment_bytes))
-        made = together(lambda: _lay_out(plan, shares, node, means, hints))
+        together(lambda: _prepare(plan, means, hints) if node.node_rank == 0 else None)
+        made = together(lambda: _lay_out(plan, shares, node, means))
         extents = next(found for found in gather_on_node(node, made) if found is not None)
         share = shares[node.node_rank]
         container = together(lambda: _open(plan, share, extents[node.world_rank], means, hints, opening))
@@ -123,22 +124,21 @@ def _share(world_rank: int, slots: Slots, contents: Contents, alignment_bytes: i
     return Share(world_rank, slots.chunk_bytes, round_up(slots.chunk_bytes, unit), slots.num_slots, contents)
 
 
-def _lay_out(
-    plan: Plan, shares: Sequence[Share], node: Node, means: Means, hints: Mapping[str, str]
-) -> dict[int, Extent] | None:
+def _prepare(plan: Plan, means: Means, hints: Mapping[str, str]) -> None:
+    """What may fail on one rank alone, before all ranks of the node do something collective."""
+    _look_for_room(plan.path)
+    if hints and means.transport == "mpiio":
+        from mlpo_hpc.storage.mpiio import create
+
+        create(plan.path, hints)
+
+
+def _lay_out(plan: Plan, shares: Sequence[Share], node: Node, means: Means) -> dict[int, Extent] | None:
     from mlpo_hpc.storage.hdf5 import lay_out
 
-    if node.node_rank == 0:
-        _look_for_room(plan.path)
-        if hints and means.transport == "mpiio":
-            from mlpo_hpc.storage.mpiio import create
-
-            create(plan.path, hints)
-    if not means.together:
-        return lay_out(plan.path, shares, plan.about, plan.alignment_bytes) if node.node_rank == 0 else None
-    comm = node_communicator()
-    comm.Barrier()
-    return lay_out(plan.path, shares, plan.about, plan.alignment_bytes, comm)
+    if means.together:
+        return lay_out(plan.path, shares, plan.about, plan.alignment_bytes, node_communicator())
+    return lay_out(plan.path, shares, plan.about, plan.alignment_bytes) if node.node_rank == 0 else None
 
 
 def _look_for_room(path: str) -> None:

@@ -61,8 +61,8 @@ def stripe_directories(places: Sequence[Place], node: Node) -> dict[str, dict[st
     hints = {
         place.tier.name: _stripe(place, num_nodes) for place, key in zip(wanted, mine, strict=True) if key not in taken
     }
-    everyone_s = gather(hints)  # and before anything is created there
-    return {name: found for theirs in everyone_s for name, found in theirs.items() if found}
+    # Nothing may be made there before all have come here.
+    return {name: found for theirs in gather(hints) for name, found in theirs.items() if found}
 
 
 def _stripe(place: Place, num_nodes: int) -> dict[str, str]:

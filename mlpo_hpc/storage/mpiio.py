@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -76,26 +76,32 @@ class MpiFile(Transport):
 
     def read(self, offset: int, view: memoryview) -> None:
         os.posix_fadvise(self._fd, offset, view.nbytes, os.POSIX_FADV_WILLNEED)
-        self._move("reading", self._reading.Read_at, offset, view, MAX_READ_BYTES)
+        self._move("reading", self._reading.Read_at, os.preadv, offset, view, MAX_READ_BYTES)
         drop_pages(self._fd, offset, view.nbytes)
 
     def write(self, offset: int, view: memoryview) -> None:
-        self._move("writing", self._writing.Write_at, offset, view, MAX_WRITE_BYTES)
+        self._move("writing", self._writing.Write_at, os.pwritev, offset, view, MAX_WRITE_BYTES)
         sync(self._fd, self.path)
         drop_pages(self._fd, offset, view.nbytes)
 
-    def _move(self, action: str, call: Any, offset: int, view: memoryview, most_bytes: int) -> None:
+    def _move(
+        self, action: str, call: Any, system_call: Callable[..., int], offset: int, view: memoryview, most_bytes: int
+    ) -> None:
+        """Move all bytes. Where MPI moves none the system is asked: OMPIO does not say that a disk is full."""
         from mpi4py import MPI
 
         status = MPI.Status()
         done = 0
         while done < view.nbytes:
+            piece = view[done : done + most_bytes]
             try:
-                call(offset + done, [view[done : done + most_bytes], MPI.BYTE], status)
+                call(offset + done, [piece, MPI.BYTE], status)
+                moved = status.Get_elements(MPI.BYTE) or system_call(self._fd, [piece], offset + done)
             except MPI.Exception as error:
                 raise _translate(error, f"{action} state at byte {offset + done}", self.path) from error
-            moved = status.Get_elements(MPI.BYTE)
-            if not 0 < moved <= view.nbytes - done:
+            except OSError as error:
+                raise storage_error(f"{action} state at byte {offset + done}", self.path, error) from error
+            if not 0 < moved <= piece.nbytes:
                 raise stuck(action, offset + done, moved, self.path)
             done += moved
 

@@ -21,6 +21,7 @@ FACTORS: dict[str, list[Any]] = {
     "tiers": [1, 2, 3],
     "placement": ["proportional", "static"],
     "tokens": ["flock", "off"],
+    "files": ["raw", "hdf5"],
 }
 
 CORE = ["dtype", "accumulation", "clipping", "feature", "order", "budget"]
@@ -119,6 +120,9 @@ def our_config(case: dict[str, Any], dirs: list[str], host_bytes: int) -> dict[s
         {"name": f"tier{i}", "dir": path, "read_bps": 3e8 / (i + 1), "write_bps": 2e8 / (i + 1)}
         for i, path in enumerate(dirs[: case["tiers"]])
     ]
+    if case["files"] == "hdf5":
+        # Under an MPI launcher or on one rank; else its bytes go by posix.
+        tiers[-1] |= {"container": "hdf5", "transport": "mpiio"}
     static = {"static": [3, 2, 1][: len(tiers)]}
     config["mlp_offload"] = {
         "tiers": tiers,

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -95,7 +98,7 @@ def run_ours(case: dict[str, Any], dirs: list[str], numels: list[int]) -> tuple[
         "misses": totals["misses"],
         "peak_bytes": pool.peak_bytes,
         "budget_bytes": pool.budget_bytes,
-        "tiers": len(engine.optimizer._store.pipeline.tiers),
+        "files": [str(tier.container) for tier in engine.optimizer._store.pipeline.tiers],
     }
     result = outcome(engine, case, losses)
     engine.destroy()
@@ -108,19 +111,28 @@ def compare(stock: Outcome, ours: Outcome) -> list[str]:
     return [name for name in names if name not in stock or name not in ours or not torch.equal(stock[name], ours[name])]
 
 
+def run_case(case: dict[str, Any], dirs: list[str]) -> dict[str, Any]:
+    """Train both; what differs, and figures of ours."""
+    stock, numels = run_stock(case)
+    ours, facts = run_ours(case, dirs, numels)
+    moved = bool((stock["layers.0.weight master"] - ours["layers.0.weight master"]).isfinite().all())
+    return {"differs": compare(stock, ours), "finite": moved, "skipped": int(stock["skipped"]), **facts}
+
+
+@contextmanager
+def any_type_and_nothing_to_compile() -> Iterator[None]:
+    """torch computes fp16 on any CPU, DeepSpeed asks for fast units."""
+    with _nothing_to_compile(deepspeed.ops), patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+        yield
+
+
 def main() -> None:
     torch.set_num_threads(1)
     case_file, result_file, *dirs = sys.argv[1:]
-    get_accelerator().is_fp16_supported = lambda: True  # torch computes it on any CPU, DeepSpeed asks for fast units
-    with _nothing_to_compile(deepspeed.ops):
+    with any_type_and_nothing_to_compile():
         backend = get_accelerator().communication_backend_name()
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
-    results = []
-    for case in json.loads(Path(case_file).read_text()):
-        stock, numels = run_stock(case)
-        ours, facts = run_ours(case, dirs, numels)
-        moved = bool((stock["layers.0.weight master"] - ours["layers.0.weight master"]).isfinite().all())
-        results.append({"differs": compare(stock, ours), "finite": moved, "skipped": int(stock["skipped"]), **facts})
+        results = [run_case(case, dirs) for case in json.loads(Path(case_file).read_text())]
     Path(f"{result_file}.{torch.distributed.get_rank()}").write_text(json.dumps(results))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Run the MPI tests on this rank: ``mpirun -n N python -m tests.mpi``.
+"""Run the MPI tests on this rank: ``mpirun -n N python -m tests.mpi [bodies|files]``.
 
 The same bodies on 1, 2 and 4 ranks. Each has its own timeout, for deadlock is how such code
 fails; a rank that fails or hangs ends the world.
@@ -12,8 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+from mlpo_hpc.cluster import launch
 from mlpo_hpc.cluster.node import start_mpi
-from tests.mpi import bodies
+from tests.mpi import bodies, files
 
 TIMEOUT_S = 120
 RECORDS = "MPI_TEST_RECORDS"
@@ -25,7 +26,9 @@ def main() -> None:
     if world.rank == 0:
         library = sys.modules["mpi4py.MPI"].Get_library_version().split()
         print("MPI:", *library[:4], flush=True)
-    tests = [body for name, body in vars(bodies).items() if name.startswith("test_")]
+    launch.prepare()
+    modules = [module for module in (bodies, files) if not sys.argv[1:] or module.__name__.endswith(sys.argv[1])]
+    tests = [body for module in modules for name, body in vars(module).items() if name.startswith("test_")]
     for body in tests:
         begin = time.monotonic()
         faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)

@@ -323,7 +323,7 @@ def test_auto_takes_turns_where_they_pay(world: MPI.Intracomm) -> None:
     """Two stand-in drives: one loses 40 % when ranks use it at once, the other one gives twice as much then."""
     from unittest.mock import patch
 
-    from mlpo_hpc.state import sharing, tiers
+    from mlpo_hpc.state import containers, sharing
     from mlpo_hpc.storage import contention
     from mlpo_hpc.storage.probe import Probe
     from tests.standin import DriveContainer, SharedDrive
@@ -337,12 +337,12 @@ def test_auto_takes_turns_where_they_pay(world: MPI.Intracomm) -> None:
         drives[path] = SharedDrive(Path(f"{path}.books"), world.rank, world.size, 50e6, loss)
     world.Barrier()
     probes = patch.object(sharing, "open_probe", lambda path, room: Probe(DriveContainer(drives[path], 4, 2**18)))
-    containers = patch.object(
-        tiers, "_open_container", lambda place, size, count: DriveContainer(drives[place.path], count, size)
+    opened = patch.object(
+        containers, "_raw_container", lambda p, s, _: DriveContainer(drives[p.path], s.num_slots, s.chunk_bytes)
     )
     bps = {}
     for backend in ("auto", "off"):
-        with probes, containers, patch.object(contention, "PHASE_S", 0.2):
+        with probes, opened, patch.object(contention, "PHASE_S", 0.2):
             section = {"tiers": [{"name": os.path.basename(path), "dir": path} for path in drives]}
             engine, _ = train(world, folder, backend, steps=1, **section)
             engine.optimizer._store.pipeline.flush()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mpi import killed
@@ -23,19 +24,28 @@ END_S = 30.0
 """Within which the launcher must end a job whose rank was killed; 10 s is the aim, the rest is for a busy machine."""
 
 
-def mpirun(environment: Path, num_ranks: int, module: str, records: Path) -> subprocess.Popen[str]:
+OTHER_IO = {"system": {"OMPI_MCA_io": "^ompio"}}
+"""The MPI on PATH once more with ROMIO instead of OMPIO, where it is Open MPI before version 6."""
+
+
+def mpirun(
+    environment: Path, num_ranks: int, arguments: list[str], records: Path, settings: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Start a module on some ranks, with the MPI of an environment."""
     path = os.environ["PATH"].split(":")
     others = [folder for folder in path if not folder.startswith(str(environment.parent.parent))]
-    env = {**os.environ, RECORDS: str(records), "PATH": ":".join([str(environment / "bin"), *others])}
-    command = [".ci/mpirun", str(num_ranks), str(environment / "bin/python"), "-m", module]
+    mine = {RECORDS: str(records), "PATH": ":".join([str(environment / "bin"), *others])}
+    env = {**os.environ, **mine, **(settings or {})}
+    command = [".ci/mpirun", str(num_ranks), str(environment / "bin/python"), "-m", *arguments]
     return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def run_bodies(environment: Path, num_ranks: int) -> str:
-    """All bodies; what went wrong, empty if nothing did."""
+def run_bodies(
+    environment: Path, num_ranks: int, settings: dict[str, str] | None = None, only: Sequence[str] = ()
+) -> str:
+    """All bodies, or those of one module; what went wrong, empty if nothing did."""
     with tempfile.TemporaryDirectory() as folder:
-        process = mpirun(environment, num_ranks, "tests.mpi", Path(folder))
+        process = mpirun(environment, num_ranks, ["tests.mpi", *only], Path(folder), settings)
         text = communicate(process, TIMEOUT_S)
         missing = [rank for rank in range(num_ranks) if not (Path(folder) / f"finished.{rank}").exists()]
     for line in text.splitlines():
@@ -51,7 +61,7 @@ def run_bodies(environment: Path, num_ranks: int) -> str:
 def run_killed(environment: Path) -> str:
     """A rank that holds a token is killed: the job ends, and says who died if we see it first."""
     with tempfile.TemporaryDirectory() as folder:
-        process = mpirun(environment, 2, killed.__name__, Path(folder))
+        process = mpirun(environment, 2, [killed.__name__], Path(folder))
         begin = killed.wait_for(Path(folder) / killed.HOLDING)
         text = communicate(process, END_S)
         finished = (Path(folder) / killed.SURVIVED).exists()
@@ -77,6 +87,11 @@ def main() -> None:
             print(f"{environment.name}, {num_ranks} ranks", flush=True)
             faults.append((environment.name, num_ranks, run_bodies(environment, num_ranks)))
         faults.append((environment.name, 2, run_killed(environment)))
+        if settings := OTHER_IO.get(environment.name):
+            name = " ".join([environment.name, *(f"{key}={value}" for key, value in settings.items())])
+            for num_ranks in NUM_RANKS:
+                print(f"{name}, {num_ranks} ranks", flush=True)
+                faults.append((name, num_ranks, run_bodies(environment, num_ranks, settings, ["files"])))
     for name, num_ranks, fault in faults:
         if fault:
             print(f"== {name}, {num_ranks} ranks: {fault}")

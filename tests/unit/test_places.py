@@ -7,21 +7,20 @@ import mmap
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from mlpo_hpc.config import load
 from mlpo_hpc.errors import ConfigError, StorageError
-from mlpo_hpc.state.tiers import open_tier
+from mlpo_hpc.state.node_file import Slots
 from mlpo_hpc.storage import filesystem, place
 from mlpo_hpc.storage.contention import Crew, _load, measure
 from mlpo_hpc.storage.filesystem import describe
 from mlpo_hpc.storage.lock import DirectoryLock
 from mlpo_hpc.storage.place import find_places
 from mlpo_hpc.storage.probe import open_probe
-from mlpo_hpc.tokens.base import FreeToken
+from tests.containers import open_alone
 
 
 def with_tiers(*dirs, **extra):
@@ -76,14 +75,14 @@ def test_default_tiers_are_two_directories_that_leave_nothing(monkeypatch, tmp_p
     places = find_places(load({}))
     assert [p.tier.name for p in places] == ["nvme", "pfs"]
     assert all(p.ours and p.path == str(tmp_path) for p in places)
-    opened = [open_tier(load({}), p, (FreeToken(), FreeToken()), 4096, 2) for p in places]
-    paths = [tier.container.path for tier in opened]
-    assert len(set(paths)) == 2
-    assert all(Path(path).parent == tmp_path for path in paths)
-    assert [path for path in tmp_path.iterdir() if "mlpo" in path.name] == [], "even if we were killed now"
-    opened[0].container.write(1, memoryview(mmap.mmap(-1, 4096)))
-    for tier in opened:
-        tier.close()
+    with open_alone(places, Slots(4096, 2)) as containers:
+        assert [str(container) for container in containers] == [
+            f"raw over posix in {tmp_path}",
+            f"hdf5 over posix in {tmp_path}",
+        ]
+        assert [path for path in tmp_path.iterdir() if "mlpo" in path.name] == [], "even if we were killed now"
+        for container in containers:
+            container.write(1, memoryview(mmap.mmap(-1, 4096)))
 
 
 def test_default_tiers_avoid_memory(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from mlpo_hpc.storage.striping import (
     Component,
     StripeLayout,
     explicit_layout,
+    file_alignment_bytes,
     get_layout,
     parse_layout,
     rule_layout,
@@ -228,10 +230,45 @@ def test_the_engine_sets_what_is_wanted_and_says_what_was_granted(lfs, tmp_path,
 def test_one_rank_of_those_that_share_a_directory_sets_it(lfs, tmp_path, monkeypatch):
     here = place(tmp_path, {"policy": "explicit", "count": 4})
     key = here.directory_key(("n1", ""))
-    monkeypatch.setattr(tiers, "gather", lambda value: [(("n1", ""), [key]), (("n1", ""), [key])])
+    monkeypatch.setattr(
+        tiers,
+        "gather",
+        lambda value: [value] if isinstance(value, dict) else [(("n1", ""), [key]), (("n1", ""), [key])],
+    )
     for rank in range(2):
-        tiers.stripe_directories([here], SimpleNamespace(key=("n1", ""), world_rank=rank))
+        assert tiers.stripe_directories([here], SimpleNamespace(key=("n1", ""), world_rank=rank)) == {}
     assert [line.split()[0] for line in calls(lfs)] == ["setstripe", "getstripe"]
+
+
+@pytest.mark.parametrize(
+    ("striping", "hints"),
+    [
+        ({"count": 4, "size": "4MiB"}, {"striping_factor": "4", "striping_unit": "4194304"}),
+        ({"count": -1}, {"striping_factor": "-1"}),
+        ({"count": 4, "pool": "flash"}, {}),
+        ({"components": [{"count": 1, "end": "1MiB"}, {"count": 8}]}, {}),
+    ],
+)
+def test_without_lfs_the_same_is_asked_for_by_hints_as_far_as_they_go(tmp_path, monkeypatch, caplog, striping, hints):
+    monkeypatch.setenv("PATH", "/nowhere")
+    here = place(tmp_path, {"policy": "explicit", **striping})
+    here = replace(here, filesystem=replace(here.filesystem, type="lustre"))
+    assert tiers._stripe(here, 1) == hints
+    assert "there is no 'lfs'" in caplog.text
+    assert ("asking for it by the hints" in caplog.text) == bool(hints)
+
+
+def test_files_are_aligned_to_stripes_or_blocks(lfs, tmp_path, monkeypatch):
+    assert file_alignment_bytes(str(tmp_path), is_lustre=True) == 4 * 2**20
+    assert file_alignment_bytes(str(tmp_path), is_lustre=False) == 2**20
+    block = SimpleNamespace(st_blksize=16 * 2**20)
+    monkeypatch.setattr(os, "stat", lambda path: block)
+    assert file_alignment_bytes(str(tmp_path), is_lustre=False) == 16 * 2**20, "Storage Scale"
+    block.st_blksize = 2**30
+    assert file_alignment_bytes(str(tmp_path), is_lustre=False) == 64 * 2**20
+    monkeypatch.setenv("PATH", "/nowhere")
+    block.st_blksize = 4096
+    assert file_alignment_bytes(str(tmp_path), is_lustre=True) == 2**20, "its size is not known"
 
 
 def test_without_lustre_it_is_a_no_op_that_is_logged(tmp_path, caplog, monkeypatch):
