@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 from mlpo_hpc.cluster.node import Node
 from mlpo_hpc.errors import CorruptState
-from mlpo_hpc.state.containers import open_containers
+from mlpo_hpc.state.containers import open_containers, pick_means
 from mlpo_hpc.state.node_file import Slots
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, Container, FileContainer
 from mlpo_hpc.storage.contents import Contents
@@ -66,5 +66,7 @@ def open_alone(
     node = node or Node("here", 0, 1, 0, 1)
     with ExitStack() as endings:
         wanted = [slots] * len(places)
-        found = open_containers(places, wanted, contents or Contents("fp32"), node, {}, endings)
+        found = open_containers(
+            places, pick_means(places, node), wanted, contents or Contents("fp32"), node, {}, endings
+        )
         yield [container for container in found if container is not None]

@@ -111,14 +111,20 @@ class NativeCheckpoint:
     def _overwrite(self, subgroup: int, weights: torch.Tensor, state: dict[str, Any] | None) -> None:
         """Set master weights and state, and the 16-bit weights from them."""
         record = self._store.pipeline.get(subgroup)
-        master = self.fp32_partitioned_groups_flat[subgroup]
         try:
             self._state.restore(subgroup, record, weights, state)
+            self._set_weights(subgroup, record)
+        finally:
+            self._store.pipeline.put(subgroup)
+
+    def _set_weights(self, subgroup: int, record: memoryview) -> None:
+        """Set the 16-bit weights from the master weights."""
+        master = self.fp32_partitioned_groups_flat[subgroup]
+        try:
             self._state.bind(subgroup, record, self.optimizer, master)
             self._reassign_or_swap_out_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
         finally:
             self._state.forget(self.optimizer, master)
-            self._store.pipeline.put(subgroup)
 
     def _restore_from_bit16_weights(self) -> None:
         for subgroup, weights in enumerate(self.fp16_partitioned_groups_flat):

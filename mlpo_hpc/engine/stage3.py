@@ -24,6 +24,7 @@ from mlpo_hpc.cluster.node import find_node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.engine.contents import describe_contents
 from mlpo_hpc.engine.native_checkpoint import NativeCheckpoint
+from mlpo_hpc.engine.state_file import StateFile
 from mlpo_hpc.engine.translate import Translation
 from mlpo_hpc.engine.update import BoundState, StateSpec, probe_optimizer
 from mlpo_hpc.errors import MlpoError, UnsupportedError
@@ -39,7 +40,7 @@ STOCK_CLASS = DeepSpeedZeroOptimizer_Stage3
 """DeepSpeed's own, whatever stands in its place later."""
 
 
-class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
+class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     """ZeRO-3 whose fp32 weights and optimizer state live on several tiers at once.
 
     Built by `deepspeed.initialize` under `mlpo_hpc.offload`; takes what its base takes.
@@ -103,8 +104,8 @@ class OffloadStage3(NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
 
     def _open_store(self, numels: list[int]) -> Store:
         records = [Record(self._label(i), self._state.nbytes(i)) for i in range(len(numels))]
-        contents = describe_contents(self._state, self.fp16_groups, self.param_names)
-        needs = Needs(records, max(numels) * ITEM_BYTES, self._later_bytes(sum(numels)), contents)
+        self._contents = describe_contents(self._state, self.fp16_groups, self.param_names)
+        needs = Needs(records, max(numels) * ITEM_BYTES, self._later_bytes(sum(numels)), self._contents)
         store = open_store(self._config, self._node, needs)
         weakref.finalize(self, store.close)  # also at interpreter exit
         self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +165,11 @@ class BoundState:
         saved = {key: _like(spec.scalars.get(key), value) for key, value in state.items() if key not in spec.vectors}
         self._scalars[subgroup] = saved or _initial_scalars(spec)
 
+    def set_scalars(self, subgroup: int, values: Mapping[str, float]) -> None:
+        """Set state that is not a vector, each value in the form that this optimizer keeps."""
+        examples = self.specs[subgroup].scalars
+        self._scalars[subgroup] = {key: _like(examples.get(key), value) for key, value in values.items()}
+
     def scalars(self, subgroup: int) -> dict[str, Any] | None:
         """State that is not a vector; None before the first step of an optimizer that makes it lazily."""
         return self._scalars[subgroup]
@@ -187,7 +193,7 @@ def _like(example: Any, value: Any) -> Any:
         return torch.as_tensor(value, dtype=example.dtype).clone()
     if torch.is_tensor(value):
         return value.clone() if example is None else value.item()
-    return value
+    return value if example is None else type(example)(value)
 
 
 def _empty(master: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from mlpo_hpc.telemetry.log import say
 
 def open_containers(
     places: Sequence[Place],
+    means: Mapping[str, Means],
     wanted: Sequence[Slots],
     contents: Contents,
     node: Node,
@@ -32,6 +33,8 @@ def open_containers(
     ----------
     places : sequence of Place
         The tiers, the same number on all ranks.
+    means : mapping
+        How each is made and moved, by name.
     wanted : sequence of Slots
         Of each.
     contents : Contents
@@ -49,7 +52,6 @@ def open_containers(
         If one cannot be made, the same on all ranks; nothing is left behind.
     """
     used = [any(gather(slots.num_slots > 0)) for slots in wanted]
-    means = pick_means([place for place, use in zip(places, used, strict=True) if use], node)
     opened: list[FileContainer | None] = []
     for place, slots, use in zip(places, wanted, used, strict=True):
         if not use:
@@ -120,21 +122,28 @@ def _open_raw(place: Place, slots: Slots, means: Means, opening: ExitStack) -> F
     def make() -> FileContainer | None:
         if not slots.num_slots:
             return None
-        container = _raw_container(place, slots, means)
+        container = open_own_file(place, means.transport, slots)
         opening.callback(container.close)
         return container
 
     return together(make)
 
 
-def _raw_container(place: Place, slots: Slots, means: Means) -> FileContainer:
-    if means.transport == "posix":
+def open_own_file(place: Place, transport: str, slots: Slots) -> FileContainer:
+    """Container ``raw``: a file of this rank's own, without a name.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be made.
+    """
+    if transport == "posix":
         return open_raw(place.path, slots.chunk_bytes, slots.num_slots)
     from mlpo_hpc.storage.mpiio import MpiFile, create
 
     with private_folder(place.path) as folder:
         path = os.path.join(folder, "state")
         create(path, place.tier.hints, slots.chunk_bytes * slots.num_slots)
-        transport = MpiFile(path, place.tier.hints)
-        transport.path = place.path
-        return FileContainer(transport, slots.chunk_bytes, slots.num_slots)
+        file = MpiFile(path, place.tier.hints)
+        file.path = place.path
+        return FileContainer(file, slots.chunk_bytes, slots.num_slots)

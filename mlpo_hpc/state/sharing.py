@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 from mlpo_hpc.cluster.node import Node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig, Static
+from mlpo_hpc.state.containers import open_own_file
+from mlpo_hpc.state.node_file import Means, Slots
 from mlpo_hpc.storage.contention import Contention, Crew, measure
 from mlpo_hpc.storage.place import Place
-from mlpo_hpc.storage.probe import open_probe
+from mlpo_hpc.storage.probe import NUM_SLOTS, Probe, pick_chunk_bytes
 from mlpo_hpc.telemetry.log import say, warn
 from mlpo_hpc.tokens.base import FreeToken
 from mlpo_hpc.tokens.open import Resource, TokenPair, open_tokens, pick_backend
@@ -60,7 +62,12 @@ class Sharing:
 
 
 def share_tiers(
-    config: OffloadConfig, places: Sequence[Place], node: Node, moves: bool, endings: ExitStack
+    config: OffloadConfig,
+    places: Sequence[Place],
+    means: Mapping[str, Means],
+    node: Node,
+    moves: bool,
+    endings: ExitStack,
 ) -> list[Sharing]:
     """Collective over the training world. Open the tokens of every tier, measure what must be measured.
 
@@ -70,6 +77,8 @@ def share_tiers(
         The same on all ranks.
     places : sequence of Place
         This rank's tiers.
+    means : mapping
+        How each is moved, by name; empty if no rank moves anything.
     node : Node
         This rank's place in the job.
     moves : bool
@@ -92,7 +101,7 @@ def share_tiers(
     for index, (place, resource, pair) in enumerate(zip(places, resources, pairs, strict=True)):
         crew = _crew(resource, node)
         competes = measured and any(gather(crew.competes))
-        contention = _look(resource, place, node, crew, competes) if competes or weighed else None
+        contention = _look(resource, place, means, node, crew, competes) if competes or weighed else None
         scope = _scope(wanted, backend, contention if competes else None)
         weight = _weight(config, index, contention, scope, crew, given)
         shared.append(Sharing(_scoped(pair, scope), backend, scope, contention, weight))
@@ -128,18 +137,32 @@ def _crew(resource: Resource, node: Node) -> Crew:
     return Crew(number, everyone.count(mine), resource.permits, gather_crew)
 
 
-def _look(resource: Resource, place: Place, node: Node, crew: Crew, compare: bool) -> Contention:
+def _look(
+    resource: Resource, place: Place, means: Mapping[str, Means], node: Node, crew: Crew, compare: bool
+) -> Contention:
     """Collective over the training world. Measure a tier, once a process."""
-    key = (resource.key, resource.permits, compare)
+    transport = means[place.tier.name].transport
+    key = (resource.key, resource.permits, transport, compare)
     if not all(gather(key in _looked_at)):
         # All ranks look, and a nearly full tier must not fail for that.
         capacity = int(place.tier.capacity or place.filesystem.free_bytes)
         room = min(crew.gather(min(capacity, place.filesystem.free_bytes // 16) // node.node_size))
         with ExitStack() as files:
-            probe = together(lambda: files.enter_context(open_probe(place.path, room)))
+            probe = together(lambda: files.enter_context(open_probe(place, transport, room)))
             together(probe.fill)
             _looked_at[key] = measure(probe, crew, compare)
     return _looked_at[key]
+
+
+def open_probe(place: Place, transport: str, room_bytes: int) -> Probe:
+    """A file without a name to measure with, moved as the state will be.
+
+    Raises
+    ------
+    StorageError
+        If the directory does not take it.
+    """
+    return Probe(open_own_file(place, transport, Slots(pick_chunk_bytes(room_bytes), NUM_SLOTS)))
 
 
 def _weight(

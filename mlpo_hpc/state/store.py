@@ -15,9 +15,9 @@ from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig
 from mlpo_hpc.errors import ConfigError, TierFull, here
 from mlpo_hpc.state.cache import Pool
-from mlpo_hpc.state.containers import open_containers
+from mlpo_hpc.state.containers import open_containers, pick_means
 from mlpo_hpc.state.layout import Layout, lay_out, least_host_bytes
-from mlpo_hpc.state.node_file import Slots
+from mlpo_hpc.state.node_file import Means, Slots
 from mlpo_hpc.state.pipeline import Pipeline
 from mlpo_hpc.state.sharing import Sharing, share_tiers
 from mlpo_hpc.state.table import Record, Table
@@ -76,8 +76,8 @@ class Store:
     scratch: memoryview
     """Memory for one 32-bit gradient, out of the same pool."""
     places: list[Place]
-    sharing: dict[str, dict[str, Any]]
-    """What was decided about the tokens of each tier, and why."""
+    facts: dict[str, dict[str, Any]]
+    """What each tier is, what was decided about its tokens, and why."""
     _resources: ExitStack
     _owner_pid: int = field(default_factory=os.getpid)
 
@@ -85,7 +85,7 @@ class Store:
         """Totals of all tiers, and cache hits and misses, since the start."""
         counts = self.pipeline.counts
         tiers = {tier.name: tier.figures() for tier in self.pipeline.tiers}
-        return {"hits": counts.hits, "misses": counts.misses, "tiers": tiers, "sharing": self.sharing}
+        return {"hits": counts.hits, "misses": counts.misses, "tiers": tiers, "facts": self.facts}
 
     def write_index(self, step: int) -> None:
         """Say in the containers that are kept what they hold after a step."""
@@ -143,9 +143,11 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
         share = share_bytes(config, node, needs.later_bytes)
         together(lambda: _check_budget(config, needs, share, node, have_tiers=bool(places)))
         alone = not places or needs.fits_in(share)
-        sharing = share_tiers(config, places, node, not all(gather(alone)), resources)
+        moves = not all(gather(alone))
+        means = pick_means(places, node) if moves else {}
+        sharing = share_tiers(config, places, means, node, moves, resources)
         layout = _plan(config, node, needs, alone, sharing, places)
-        tiers = _open_tiers(config, node, needs, places, sharing, layout, creation_hints, resources)
+        tiers = _open_tiers(config, node, needs, places, means, sharing, layout, creation_hints, resources)
         store = _assemble(config, needs, share, layout, sharing, tiers, places, resources)
         _describe(config, node, needs, share, layout, tiers)
     return store
@@ -200,6 +202,7 @@ def _open_tiers(
     node: Node,
     needs: Needs,
     places: Sequence[Place],
+    means: Mapping[str, Means],
     sharing: Sequence[Sharing],
     layout: Layout,
     creation_hints: Mapping[str, Mapping[str, str]],
@@ -216,7 +219,7 @@ def _open_tiers(
                 tiers.append(StorageTier(place.tier.name, container, shared.tokens, config.checksum != "off"))
 
     with ExitStack() as opening:
-        containers = open_containers(places, wanted, needs.contents, node, creation_hints, opening)
+        containers = open_containers(places, means, wanted, needs.contents, node, creation_hints, opening)
         together(start)
         opening.pop_all()
     return tiers
@@ -250,7 +253,10 @@ def _assemble(
     weights = [shared.weight for shared in used]
     pipeline = Pipeline(table, pool, tiers, weights, reserve, prefetch, config.tokens.timeout_s)
     resources.callback(pipeline.close)
-    figures = {tier.name: shared.figures() for tier, shared in zip(tiers, used, strict=True)}
+    figures = {
+        tier.name: {**tier.container.facts(), "tokens": shared.figures()}
+        for tier, shared in zip(tiers, used, strict=True)
+    }
     return Store(pipeline, scratch.view(scratch.nbytes), places, figures, resources.pop_all())
 
 

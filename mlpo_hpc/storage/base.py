@@ -60,6 +60,10 @@ class Container(ABC):
     def __str__(self) -> str:
         return self.path
 
+    def facts(self) -> dict[str, str]:
+        """What it is, for the report."""
+        return {}
+
     def read(self, slot: int, view: memoryview) -> None:
         """Fill `view` with the first bytes of a slot.
 
@@ -172,6 +176,10 @@ class FileContainer(Container):
 
     def __str__(self) -> str:
         return f"{self.kind} over {self.transport.name} in {self.path}"
+
+    def facts(self) -> dict[str, str]:
+        """Container and transport, in the words of the configuration."""
+        return {"container": self.kind, "transport": self.transport.name}
 
     def _read(self, offset: int, view: memoryview) -> None:
         self.transport.read(self.base_bytes + offset, view)

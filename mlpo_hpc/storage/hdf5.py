@@ -94,7 +94,7 @@ def lay_out(
     StorageError
         If the file cannot be made; `TierFull` if there is no room.
     """
-    with _translated("laying out a state file", path), _create(path, alignment_bytes, comm) as file:
+    with translated("laying out a state file", path), _create(path, alignment_bytes, comm) as file:
         file.attrs.update({"format": FORMAT, "format_version": FORMAT_VERSION, **about})
         writes = comm is None or comm.rank == 0
         _describe_parameters(file.create_group("parameters"), shares, writes)
@@ -203,7 +203,7 @@ def open_for_reading(path: str) -> Iterator[h5py.File]:
     """
     h5py = import_h5py()
 
-    with _translated("opening a state file", path):
+    with translated("opening a state file", path):
         file = h5py.File(path, "r", **locking())
     with file:
         found = file.attrs.get("format"), int(file.attrs.get("format_version", 0))
@@ -218,8 +218,14 @@ def open_for_reading(path: str) -> Iterator[h5py.File]:
 
 
 @contextmanager
-def _translated(action: str, path: str) -> Iterator[None]:
-    """HDF5 answers with several exceptions; the number of the system's error is in their text."""
+def translated(action: str, path: str) -> Iterator[None]:
+    """Turn what HDF5 raises into ours: several exceptions, with the number of the system's error in their text.
+
+    Raises
+    ------
+    StorageError
+        Saying what was done, where, and what HDF5 said.
+    """
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:

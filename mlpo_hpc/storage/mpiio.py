@@ -87,20 +87,24 @@ class MpiFile(Transport):
     def _move(
         self, action: str, call: Any, system_call: Callable[..., int], offset: int, view: memoryview, most_bytes: int
     ) -> None:
-        """Move all bytes. Where MPI moves none the system is asked: OMPIO does not say that a disk is full."""
+        """Move all bytes. Where MPI fails the system is asked why: OMPIO and ROMIO do not say that a disk is full."""
         from mpi4py import MPI
 
         status = MPI.Status()
         done = 0
         while done < view.nbytes:
-            piece = view[done : done + most_bytes]
+            piece, failure = view[done : done + most_bytes], None
             try:
                 call(offset + done, [piece, MPI.BYTE], status)
-                moved = status.Get_elements(MPI.BYTE) or system_call(self._fd, [piece], offset + done)
             except MPI.Exception as error:
-                raise _translate(error, f"{action} state at byte {offset + done}", self.path) from error
+                failure = error
+            moved = 0 if failure else status.Get_elements(MPI.BYTE)
+            try:
+                moved = moved or system_call(self._fd, [piece], offset + done)
             except OSError as error:
-                raise storage_error(f"{action} state at byte {offset + done}", self.path, error) from error
+                raise storage_error(f"{action} state at byte {offset + done}", self.path, error) from failure
+            if failure:
+                raise _translate(failure, f"{action} state at byte {offset + done}", self.path) from failure
             if not 0 < moved <= piece.nbytes:
                 raise stuck(action, offset + done, moved, self.path)
             done += moved
@@ -159,7 +163,7 @@ def _error_codes() -> dict[int, int]:
 
 def _translate(error: Any, action: str, path: str) -> StorageError:
     code = _error_codes().get(error.Get_error_class())
-    text = f"MPI: {error.Get_error_string()}"
+    text = f"MPI: {error.Get_error_string().splitlines()[0].removesuffix(', error stack:')}"
     if code:
         return storage_error(action, path, OSError(code, text))
     return StorageError(f"{action} failed: {text}, on {here(path)}. What to do: see the system log of that host.")

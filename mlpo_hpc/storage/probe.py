@@ -90,5 +90,9 @@ def open_probe(directory: str, room_bytes: int) -> Probe:
     StorageError
         If the directory does not take the file.
     """
-    chunk_bytes = max(1, math.floor(min(MOST_BYTES, room_bytes) / NUM_SLOTS / ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
-    return Probe(open_raw(directory, chunk_bytes, NUM_SLOTS))
+    return Probe(open_raw(directory, pick_chunk_bytes(room_bytes), NUM_SLOTS))
+
+
+def pick_chunk_bytes(room_bytes: int) -> int:
+    """Slot size of a probe that may take that much: up to 64 MiB together."""
+    return max(1, math.floor(min(MOST_BYTES, room_bytes) / NUM_SLOTS / ALIGNMENT_BYTES)) * ALIGNMENT_BYTES

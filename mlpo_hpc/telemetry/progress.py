@@ -92,8 +92,10 @@ def summarise(history: list[dict[str, Any]]) -> dict[str, str]:
     rows["cache hits / misses"] = f"{mean('cache_hits'):.1f} / {mean('cache_misses'):.1f}"
     for name in steps[0]["tiers"]:
         moved = [step["tiers"][name] for step in steps]
-        total = {key: sum(tier[key] for tier in moved) for key in moved[0] if key != "tokens"}
+        numbers = [key for key, value in moved[0].items() if isinstance(value, int | float)]
+        total = {key: sum(tier[key] for tier in moved) for key in numbers}
         taken, wait_s = total["tokens_taken"] / len(steps), total["wait_s"] / len(steps)
+        rows[f"tier {name}"] = f"{moved[0]['container']} over {moved[0]['transport']}"
         rows[f"tier {name}, read / write"] = f"{_rate(total)} GB/s"
         rows[f"tier {name}, tokens taken / waited"] = f"{taken:.1f} / {wait_s:.3f} s"
         rows[f"tier {name}, tokens"] = _sharing(moved[0]["tokens"])

@@ -54,21 +54,21 @@ class StepReport:
             Seconds of the optimizer step.
         totals : dict
             ``hits``, ``misses`` and ``tiers`` (name -> ``read``/``write`` -> `Figures`) since the start,
-            and ``sharing`` (name -> what was decided about its tokens).
+            and ``facts`` (name -> what stays the same: ``container``, ``transport``, ``tokens``).
 
         Returns
         -------
         dict
             ``step``, ``forward_s``, ``backward_s``, ``update_s``, ``bytes_read``, ``bytes_written``,
             ``cache_hits``, ``cache_misses``, and under ``tiers`` for each tier the bytes, seconds,
-            ``wait_s``, ``tokens_taken`` and ``tokens``.
+            ``wait_s``, ``tokens_taken``, ``container``, ``transport`` and ``tokens``.
         """
         before = self._before or {"hits": 0, "misses": 0, "tiers": {}}
         nothing = {"read": Figures(), "write": Figures()}
         tiers: dict[str, dict[str, Any]] = {}
         for name, now in totals["tiers"].items():
             moved = {way: now[way].since(before["tiers"].get(name, nothing)[way]) for way in now}
-            tiers[name] = {**_tier(moved), "tokens": totals["sharing"][name]}
+            tiers[name] = {**_tier(moved), **totals["facts"][name]}
         report = {
             "step": step,
             "forward_s": phases["forward"],

@@ -215,6 +215,48 @@ def resume(args: Args) -> Args:
     }
 
 
+def whole_state(args: Args) -> Args:
+    """Save as one HDF5 file, or load such a file into an engine that has gone elsewhere; then go on."""
+    engine = start(args)
+    if args["saves"]:
+        train(engine, 3)
+        engine.optimizer.save_hdf5(args["file"])
+    else:
+        train(engine, 2, first=50)
+        engine.optimizer.load_hdf5(args["file"])
+    there = fingerprint(engine)
+    weights = [param_sum(param) for param in engine.module.parameters()]
+    losses = train(engine, 2, first=3)
+    found = {"there": there, "weights": weights, "losses": losses, "after": fingerprint(engine)}
+    engine.destroy()
+    return found
+
+
+def param_sum(param: torch.nn.Parameter) -> int:
+    """The bits of the 16-bit weights, as every rank gathers them."""
+    with deepspeed.zero.GatheredParameters(param):
+        return int(param.detach().view(torch.int16).to(torch.int64).sum())
+
+
+def wrong_whole_state(args: Args) -> Args:
+    """A file of another model, a folder that is missing: an error on all ranks, and nothing is changed."""
+    engine = start(args)
+    train(engine, 1)
+    before = fingerprint(engine)
+    said = []
+    other = mlpo_hpc.initialize(model=(net := model(5)), model_parameters=net.parameters(), config=config(args))[0]
+    other.optimizer.save_hdf5(args["file"])
+    other.destroy()
+    for call, path in ((engine.optimizer.load_hdf5, args["file"]), (engine.optimizer.save_hdf5, "/nowhere/x.h5")):
+        try:
+            call(path)
+        except mlpo_hpc.MlpoError as error:
+            said.append(str(error))
+    same = fingerprint(engine) == before
+    engine.destroy()
+    return {"said": said, "same": same, "left": os.listdir(os.path.dirname(args["file"]))}
+
+
 def stock_reads_ours(args: Args) -> Args:
     """DeepSpeed itself goes on from a checkpoint of ours, and we from one of its own."""
     first = start(args)

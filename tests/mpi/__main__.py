@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-from mlpo_hpc.cluster import launch
 from mlpo_hpc.cluster.node import start_mpi
 from tests.mpi import bodies, files
 
@@ -26,7 +25,6 @@ def main() -> None:
     if world.rank == 0:
         library = sys.modules["mpi4py.MPI"].Get_library_version().split()
         print("MPI:", *library[:4], flush=True)
-    launch.prepare()
     modules = [module for module in (bodies, files) if not sys.argv[1:] or module.__name__.endswith(sys.argv[1])]
     tests = [body for module in modules for name, body in vars(module).items() if name.startswith("test_")]
     for body in tests:

@@ -200,6 +200,8 @@ def place_of(world: MPI.Intracomm) -> Any:
     from mlpo_hpc.cluster.node import find_node
 
     if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            launch.prepare()
         dist.init_process_group("gloo")
     return find_node()
 
@@ -211,6 +213,7 @@ def test_auto_says_why_it_takes_which_backend(world: MPI.Intracomm) -> None:
 
     from mpi4py import MPI as mpi
 
+    from mlpo_hpc.cluster import node as cluster_node
     from mlpo_hpc.errors import ConfigError
     from mlpo_hpc.tokens import mpi_window
     from mlpo_hpc.tokens.open import Resource, open_tokens, pick_backend
@@ -224,7 +227,7 @@ def test_auto_says_why_it_takes_which_backend(world: MPI.Intracomm) -> None:
     funnelled = patch.object(mpi, "Query_thread", lambda: mpi.THREAD_FUNNELED if on_last else mpi.THREAD_MULTIPLE)
     usage = type("Usage", (), {"free": 4096 if on_last else 2**30})
     full = patch.object(mpi_window.shutil, "disk_usage", lambda path: usage)
-    elsewhere = patch.object(mpi_window, "mpi_launcher", lambda *_: None)
+    elsewhere = patch.object(cluster_node, "mpi_launcher", lambda *_: None)
     for fault, words in ((funnelled, "THREAD_MULTIPLE"), (full, "4,096 free bytes"), (elsewhere, "torchrun does not")):
         with fault:
             backend, reason = pick_backend(node)
@@ -336,9 +339,9 @@ def test_auto_takes_turns_where_they_pay(world: MPI.Intracomm) -> None:
             os.mkdir(path)
         drives[path] = SharedDrive(Path(f"{path}.books"), world.rank, world.size, 50e6, loss)
     world.Barrier()
-    probes = patch.object(sharing, "open_probe", lambda path, room: Probe(DriveContainer(drives[path], 4, 2**18)))
+    probes = patch.object(sharing, "open_probe", lambda place, *_: Probe(DriveContainer(drives[place.path], 4, 2**18)))
     opened = patch.object(
-        containers, "_raw_container", lambda p, s, _: DriveContainer(drives[p.path], s.num_slots, s.chunk_bytes)
+        containers, "open_own_file", lambda p, _, s: DriveContainer(drives[p.path], s.num_slots, s.chunk_bytes)
     )
     bps = {}
     for backend in ("auto", "off"):

@@ -20,7 +20,7 @@ from mlpo_hpc.storage.hdf5 import has_parallel_hdf5
 from mlpo_hpc.storage.place import find_places
 from tests import conformance
 from tests.containers import open_alone
-from tests.mpi.bodies import folder_for_all, place_of, remove, train
+from tests.mpi.bodies import folder_for_all, place_of, remove, step_again, train
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -379,4 +379,39 @@ def test_the_gate_passes_with_hdf5_over_mpiio(world: MPI.Intracomm) -> None:
             found = gate.run_case(case, dirs)
         assert found["differs"] == [], (case, found)
         assert found["files"][-1].startswith("hdf5 over mpiio"), found
+    remove(world, folder)
+
+
+def test_whole_state_goes_out_and_comes_back(world: MPI.Intracomm) -> None:
+    """Collective and independent hyperslabs with parallel HDF5, each rank by itself without."""
+    import h5py
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from mlpo_hpc.engine import state_file
+
+    folder = folder_for_all(world)
+    tier = {"name": "disk", "dir": folder}
+    engine, _ = train(world, folder, "off", 2, tiers=[tier])
+    params = dict(engine.module.named_parameters())
+    path = os.path.join(folder, "whole.h5")
+    for parallel in {False, has_parallel_hdf5()}:
+        for collective in {False, parallel}:
+            with patch.object(state_file, "has_parallel_hdf5", lambda parallel=parallel: parallel):
+                step_again(engine)
+                engine.optimizer.save_hdf5(path, collective)
+                expected = {name: safe_get_full_optimizer_state(param, "exp_avg") for name, param in params.items()}
+                master = safe_get_full_fp32_param(params["2.weight"])
+                with h5py.File(path) as file:
+                    for name, moments in expected.items():
+                        assert torch.equal(torch.from_numpy(file[f"state/{name}/exp_avg"][...]), moments), name
+                    assert file["state/2.weight"].attrs["step"] == engine.optimizer._steps
+                world.Barrier()
+                step_again(engine)
+                assert not torch.equal(safe_get_full_fp32_param(params["2.weight"]), master)
+                engine.optimizer.load_hdf5(path, collective)
+                assert torch.equal(safe_get_full_fp32_param(params["2.weight"]), master)
+                assert os.listdir(folder) == ["whole.h5"]
+                world.Barrier()
+    engine.destroy()
     remove(world, folder)
