@@ -265,9 +265,10 @@ def give_up(error: mlpo_hpc.MlpoError) -> None:
     """Say what is wrong, once, and end all ranks: the message says it, a traceback would bury it."""
     if not error.on_all_ranks or os.environ.get("RANK", "0") == "0":
         print(f"\n{error}", file=sys.stderr, flush=True)
-    if "mpi4py.MPI" in sys.modules:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
         time.sleep(1)  # launchers drop what they have not forwarded yet when they are told to abort
-        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(1)
+        mpi.COMM_WORLD.Abort(1)
     os._exit(1)
 
 
@@ -279,8 +280,9 @@ def leave() -> None:
     """
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    if "mpi4py.MPI" in sys.modules:
-        sys.modules["mpi4py.MPI"].Finalize()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

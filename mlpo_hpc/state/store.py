@@ -142,7 +142,9 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
         creation_hints = stripe_directories(places, node)
         share = share_bytes(config, node, needs.later_bytes)
         together(lambda: _check_budget(config, needs, share, node, have_tiers=bool(places)))
-        alone = not places or needs.fits_in(share)
+        # What is kept needs slots, even if host memory could hold it.
+        keeps = any(place.tier.keep for place in places)
+        alone = not keeps and (not places or needs.fits_in(share))
         moves = not all(gather(alone))
         means = pick_means(places, node) if moves else {}
         sharing = share_tiers(config, places, means, node, moves, resources)

@@ -56,6 +56,9 @@ def _remove_leftovers(directory: str, prefix: str) -> None:
 
 def _is_stale(entry: os.DirEntry[str], pid: int, ticks: int) -> bool:
     """Ours, of a process that is gone, and old, for containers do not see each other's processes."""
-    status = entry.stat(follow_symlinks=False)
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:  # another rank's, which is done with it
+        return False
     old = time.time() - status.st_mtime > STALE_S
     return old and status.st_uid == os.getuid() and start_ticks(pid) != ticks

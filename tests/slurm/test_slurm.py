@@ -60,6 +60,7 @@ def test_srun_trains_what_mpirun_trains(bed, tmp_path):
     assert done.returncode == 0, text[-6000:]
     assert "tokens: backend 'mpi' (MPI's world is the training world)" in text
     assert "hosts n1, n2 are containers on one machine" in text, "which they are"
+    assert f"pfs hdf5 over mpiio in {bed.shared}" in text
     assert list(bed.shared.iterdir()) == []
     for name in ("nvme", "pfs"):
         (tmp_path / name).mkdir()
@@ -176,6 +177,17 @@ def test_without_mpi_file_locks_do(bed, tmp_path):
     assert done.returncode == 0, text[-6000:]
     assert len(losses(tmp_path / "out")) == 4
     assert "tokens: backend 'flock' (as configured)" in text
+    assert "tier pfs: transport 'posix', for MPI-IO cannot be used: " in text
+    assert f"pfs hdf5 over posix in {bed.shared}" in text
+
+
+@pytest.mark.parametrize(("interpreter", "mpi"), [("system", "pmix"), ("mpich", "pmi2")])
+def test_containers_and_transports_on_two_nodes(interpreter, mpi, bed, tmp_path):
+    """The bodies of the MPI tests, with a file for each node: three ranks share one, one has its own."""
+    command = [python(interpreter), "-m", "tests.mpi", "files"]
+    done = srun(bed, *command, options=[f"--mpi={mpi}"], MPI_TEST_RECORDS=str(tmp_path))
+    finished = sorted(path.name for path in tmp_path.glob("finished.*"))
+    assert finished == [f"finished.{rank}" for rank in range(4)], (done.stdout + done.stderr)[-6000:]
 
 
 def test_the_batch_script_runs_as_it_is(bed, tmp_path):

@@ -53,8 +53,9 @@ def main() -> None:
     (out / f"rank.{dist.get_rank()}").write_text(json.dumps(look(scratch)))
     dist.barrier()
     dist.destroy_process_group()
-    if "mpi4py.MPI" in sys.modules:
-        sys.modules["mpi4py.MPI"].Finalize()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        mpi.Finalize()
     os._exit(0)
 
 

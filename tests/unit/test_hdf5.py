@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -295,6 +296,23 @@ def test_leftovers_of_the_dead_go_and_nothing_else_does(tmp_path, monkeypatch, c
         assert os.path.isdir(mine)
     assert {name: (tmp_path / name).exists() for name in names} == names
     assert "left behind" in caplog.text
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_is_no_fault(tmp_path):
+    """Another rank is done with its own just then."""
+    (tmp_path / f".mlpo_hpc-{folder.socket.gethostname()}-1-5-0").mkdir()
+    real = os.scandir
+
+    def scan(path):
+        entries = list(real(path))
+        for entry in entries:
+            os.rmdir(entry.path)
+        return contextlib.nullcontext(entries)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "scandir", scan)
+        with folder.private_folder(str(tmp_path)) as mine:
+            assert os.path.isdir(mine)
 
 
 def test_a_stale_container_of_another_job_is_left_alone(tmp_path):
