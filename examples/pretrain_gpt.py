@@ -162,7 +162,8 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
     if args.host_memory:
         section["host_memory"] = args.host_memory
     if args.tier:
-        section["tiers"] = [dict(zip(("name", "dir"), tier.split("=", 1), strict=True)) for tier in args.tier]
+        kept = {"container": "hdf5", "keep": True} if args.keep else {}
+        section["tiers"] = [dict(zip(("name", "dir"), tier.split("=", 1), strict=True)) | kept for tier in args.tier]
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_accumulation_steps": args.accumulation,
@@ -193,6 +194,11 @@ def parse() -> argparse.Namespace:
     add("--compute-dtype", choices=["auto", "bf16", "fp16", "fp32"], default="auto", help="type to multiply in")
     add("--data", type=Path, nargs="+", help="files, or folders of .py files (default: Python's standard library)")
     add("--tier", action="append", metavar="NAME=DIR", help="a storage tier; give it several times")
+    add(
+        "--keep",
+        action="store_true",
+        help="leave the state files of all tiers behind; examples/read_moments.py reads them",
+    )
     add("--host-memory", metavar="BYTES", help="for buffers and cache together, per node, such as 200GB")
     add("--config", metavar="FILE", help="a DeepSpeed configuration of your own (JSON), instead of the above")
     add("--checkpoint", type=Path, metavar="DIR", help="save there at the end; go on from there if it holds one")
@@ -201,6 +207,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if any("=" not in tier for tier in args.tier or ()):
         parser.error("--tier wants NAME=DIR")
+    if args.keep and not args.tier:
+        parser.error("--keep needs --tier: it says where the files stay")
     if args.config and (args.tier or args.host_memory):
         parser.error("--config says where the state goes: leave out --tier and --host-memory")
     return args

@@ -22,6 +22,9 @@ MAX_WRITE_BYTES = 2**30
 MAX_READ_BYTES = 2**20
 """Where all of MPI-IO is under one lock, a reader that waits for the device holds writers up no longer than this."""
 
+ASK_BYTES = 128 * 1024
+"""Linux reads no more ahead for one piece of advice than the device's readahead, 128 KiB by default."""
+
 
 class MpiFile(Transport):
     """An existing file, moved by MPI-IO. Needs ``MPI_THREAD_MULTIPLE``.
@@ -75,7 +78,8 @@ class MpiFile(Transport):
         return dict(self._reading.Get_info().items())
 
     def read(self, offset: int, view: memoryview) -> None:
-        os.posix_fadvise(self._fd, offset, view.nbytes, os.POSIX_FADV_WILLNEED)
+        for begin in range(offset, offset + view.nbytes, ASK_BYTES):
+            os.posix_fadvise(self._fd, begin, ASK_BYTES, os.POSIX_FADV_WILLNEED)
         self._move("reading", self._reading.Read_at, os.preadv, offset, view, MAX_READ_BYTES)
         drop_pages(self._fd, offset, view.nbytes)
 

@@ -27,7 +27,7 @@ from tests import testbed
 from tests.mpi.files import opened
 
 SLOT_BYTES = 16 * 2**20
-SECONDS = 4.0
+SECONDS = 2.0
 ROUNDS = 5
 LOADS = {"read": (True, False), "write": (False, True), "both": (True, True)}
 
