@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ROOM_FOR_LAYOUT_BYTES = 2**20
 """What HDF5's own part of a file may take: a full file system is better found before."""
+ROOM_FOR_NAME_BYTES = 4096
+"""The same for what is said of a parameter (1 KB was seen with 8 ranks)."""
 
 _numbers = itertools.count()
 
@@ -80,8 +82,8 @@ def open_node_file(
     with ExitStack() as endings:
         mine = together(lambda: _plan(place, node, endings) if node.node_rank == 0 else None)
         plan = next(theirs for theirs in gather_on_node(node, mine) if theirs is not None)
-        shares = gather_on_node(node, _share(node.world_rank, slots, contents, plan.alignment_bytes))
-        together(lambda: _prepare(plan, means, hints) if node.node_rank == 0 else None)
+        shares = gather_on_node(node, _share(node.world_rank, slots, contents, plan))
+        together(lambda: _prepare(plan, shares, means, hints) if node.node_rank == 0 else None)
         made = together(lambda: _lay_out(plan, shares, node, means))
         extents = next(found for found in gather_on_node(node, made) if found is not None)
         share = shares[node.node_rank]
@@ -116,17 +118,20 @@ def _plan(place: Place, node: Node, endings: ExitStack) -> Plan:
     )
 
 
-def _share(world_rank: int, slots: Slots, contents: Contents, alignment_bytes: int) -> Share:
+def _share(world_rank: int, slots: Slots, contents: Contents, plan: Plan) -> Share:
     from mlpo_hpc.storage.hdf5 import Share
 
     # Large slots begin on a stripe; what is between them is never written and takes no space.
-    unit = alignment_bytes if slots.chunk_bytes >= alignment_bytes else 1
-    return Share(world_rank, slots.chunk_bytes, round_up(slots.chunk_bytes, unit), slots.num_slots, contents)
+    unit = plan.alignment_bytes if slots.chunk_bytes >= plan.alignment_bytes else 1
+    # Nobody can read what a file without a name says; to say it takes a second for 1000 parameters.
+    said = contents if plan.final is not None else Contents(contents.codec)
+    return Share(world_rank, slots.chunk_bytes, round_up(slots.chunk_bytes, unit), slots.num_slots, said)
 
 
-def _prepare(plan: Plan, means: Means, hints: Mapping[str, str]) -> None:
+def _prepare(plan: Plan, shares: Sequence[Share], means: Means, hints: Mapping[str, str]) -> None:
     """What may fail on one rank alone, before all ranks of the node do something collective."""
-    _look_for_room(plan.path)
+    names = {piece.name for share in shares for piece in share.contents.pieces}
+    _look_for_room(plan.path, ROOM_FOR_LAYOUT_BYTES + ROOM_FOR_NAME_BYTES * len(names))
     if hints and means.transport == "mpiio":
         from mlpo_hpc.storage.mpiio import create
 
@@ -141,9 +146,9 @@ def _lay_out(plan: Plan, shares: Sequence[Share], node: Node, means: Means) -> d
     return lay_out(plan.path, shares, plan.about, plan.alignment_bytes) if node.node_rank == 0 else None
 
 
-def _look_for_room(path: str) -> None:
+def _look_for_room(path: str, needed_bytes: int) -> None:
     space = os.statvfs(os.path.dirname(path))
-    if space.f_bavail * space.f_frsize < ROOM_FOR_LAYOUT_BYTES:
+    if space.f_bavail * space.f_frsize < needed_bytes:
         raise TierFull(f"there is no room for a state file on {here(path)}: free space there, or point 'dir' elsewhere")
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 from mlpo_hpc.errors import StorageError, here, storage_error
 from mlpo_hpc.storage.base import Transport
-from mlpo_hpc.storage.posix import drop_pages, stuck, sync
+from mlpo_hpc.storage.filesystem import describe
+from mlpo_hpc.storage.posix import drop_pages, start_write_out, stuck, sync, write_out
 
-MAX_WRITE_BYTES = 2**30
-"""Counts of MPI before version 4 are 32-bit, and some libraries break before that."""
-MAX_READ_BYTES = 2**20
-"""Where all of MPI-IO is under one lock, a reader that waits for the device holds writers up no longer than this."""
-
+READ_BYTES = 2**20
+"""Of a call. Where all of MPI-IO is under one lock, a reader that waits for the device holds writers up no longer."""
+WRITE_BYTES = 4 * 2**20
+"""Of a call. The device works on one while MPI copies the next; far below 2^31, where MPI before version 4 ends."""
 ASK_BYTES = 128 * 1024
 """Linux reads no more ahead for one piece of advice than the device's readahead, 128 KiB by default."""
 
@@ -55,6 +55,8 @@ class MpiFile(Transport):
         self._fd = -1
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            # There pages stay until all of the file is committed.
+            self._is_nfs = describe(path).type.startswith("nfs")
             self._reading, self._writing = self._open(hints), self._open(hints)
         except OSError as error:
             raise storage_error("opening the state file", path, error) from error
@@ -80,36 +82,40 @@ class MpiFile(Transport):
     def read(self, offset: int, view: memoryview) -> None:
         for begin in range(offset, offset + view.nbytes, ASK_BYTES):
             os.posix_fadvise(self._fd, begin, ASK_BYTES, os.POSIX_FADV_WILLNEED)
-        self._move("reading", self._reading.Read_at, os.preadv, offset, view, MAX_READ_BYTES)
+        for begin, piece in _pieces(view, READ_BYTES):
+            self._move("reading", self._reading.Read_at, os.preadv, offset + begin, piece)
         drop_pages(self._fd, offset, view.nbytes)
 
     def write(self, offset: int, view: memoryview) -> None:
-        self._move("writing", self._writing.Write_at, os.pwritev, offset, view, MAX_WRITE_BYTES)
-        sync(self._fd, self.path)
+        for begin, piece in _pieces(view, WRITE_BYTES):
+            self._move("writing", self._writing.Write_at, os.pwritev, offset + begin, piece)
+            start_write_out(self._fd, offset + begin, piece.nbytes)
+        if self._is_nfs:
+            sync(self._fd, self.path)
+        else:
+            write_out(self._fd, offset, view.nbytes, self.path)
         drop_pages(self._fd, offset, view.nbytes)
 
-    def _move(
-        self, action: str, call: Any, system_call: Callable[..., int], offset: int, view: memoryview, most_bytes: int
-    ) -> None:
+    def _move(self, action: str, call: Any, system_call: Callable[..., int], offset: int, view: memoryview) -> None:
         """Move all bytes. Where MPI fails the system is asked why: OMPIO and ROMIO do not say that a disk is full."""
         from mpi4py import MPI
 
         status = MPI.Status()
         done = 0
         while done < view.nbytes:
-            piece, failure = view[done : done + most_bytes], None
+            rest, failure = view[done:], None
             try:
-                call(offset + done, [piece, MPI.BYTE], status)
+                call(offset + done, [rest, MPI.BYTE], status)
             except MPI.Exception as error:
                 failure = error
             moved = 0 if failure else status.Get_elements(MPI.BYTE)
             try:
-                moved = moved or system_call(self._fd, [piece], offset + done)
+                moved = moved or system_call(self._fd, [rest], offset + done)
             except OSError as error:
                 raise storage_error(f"{action} state at byte {offset + done}", self.path, error) from failure
             if failure:
                 raise _translate(failure, f"{action} state at byte {offset + done}", self.path) from failure
-            if not 0 < moved <= piece.nbytes:
+            if not 0 < moved <= rest.nbytes:
                 raise stuck(action, offset + done, moved, self.path)
             done += moved
 
@@ -127,6 +133,11 @@ class MpiFile(Transport):
         finally:
             if fd >= 0:
                 os.close(fd)
+
+
+def _pieces(view: memoryview, size_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    for begin in range(0, view.nbytes, size_bytes):
+        yield begin, view[begin : begin + size_bytes]
 
 
 def create(path: str, hints: Mapping[str, str], size_bytes: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -97,6 +98,41 @@ def sync(fd: int, path: str) -> None:
         os.fdatasync(fd)
     except OSError as error:
         raise storage_error("syncing the state file", path, error) from error
+
+
+# Flags of sync_file_range(2), which Python does not have.
+WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4
+
+
+def start_write_out(fd: int, offset: int, size_bytes: int) -> None:
+    """Let the device begin with a range that was written; what goes wrong is found by `write_out`."""
+    _sync_file_range(fd, offset, size_bytes, WRITE)
+
+
+def write_out(fd: int, offset: int, size_bytes: int, path: str) -> None:
+    """Wait until a range is on the device, whatever else of the file is not; `sync` where that cannot be.
+
+    Where the range lies may still be lost with the machine: enough for state that nobody reads after it.
+
+    Raises
+    ------
+    StorageError
+        If the device failed; `TierFull` if it has no room.
+    """
+    code = _sync_file_range(fd, offset, size_bytes, WAIT_BEFORE | WRITE | WAIT_AFTER)
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
+        sync(fd, path)
+    elif code:
+        raise storage_error("syncing the state file", path, OSError(code, os.strerror(code)))
+
+
+def _sync_file_range(fd: int, offset: int, size_bytes: int, flags: int) -> int:
+    """Call the C library; 0, or the number of the error."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if call is None:
+        return errno.ENOSYS
+    done = call(fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), ctypes.c_uint(flags))
+    return ctypes.get_errno() if done else 0
 
 
 def drop_pages(fd: int, offset: int, size_bytes: int) -> None:

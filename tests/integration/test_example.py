@@ -57,7 +57,7 @@ def test_alone_it_shows_progress_a_summary_and_a_picture(tmp_path):
 
 
 def test_kept_state_files_are_read_by_any_tool(tmp_path):
-    text, _ = example(tmp_path, "--keep", leaves=2)
+    example(tmp_path, "--keep", leaves=2)
     files = [str(path) for name in ("nvme", "pfs") for path in (tmp_path / name).glob("*.h5")]
     read = [sys.executable, "examples/read_moments.py", "blocks.0.qkv.weight", *files]
     done = subprocess.run(read, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)

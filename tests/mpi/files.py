@@ -151,11 +151,12 @@ def test_large_counts_are_cut_and_counted(world: MPI.Intracomm) -> None:
     folder = folder_for_all(world)
     with opened(world, folder, Slots(2**30, 6), container="raw", transport="mpiio") as (mine,):
         view = conformance.pattern(world.rank, 3 * 2**20 + 4096)
-        with patch.object(mpiio, "MAX_WRITE_BYTES", 2**20):
+        with patch.object(mpiio, "WRITE_BYTES", 2**20):
             mine.write(5, view)
         assert conformance.read(mine, 5, view.nbytes) == view
     if world.size == 1:
-        with opened(world, folder, Slots(2**31 + 8192, 1), container="hdf5", transport="mpiio") as (mine,):
+        large = patch.multiple(mpiio, WRITE_BYTES=2**30, READ_BYTES=2**30)
+        with large, opened(world, folder, Slots(2**31 + 8192, 1), container="hdf5", transport="mpiio") as (mine,):
             view = conformance.aligned(2**31 + 8192)
             view[-8:] = view[2**31 - 4 : 2**31 + 4] = b"the end!"
             mine.write(0, view)

@@ -242,3 +242,33 @@ def test_the_lowest_slots_go_first():
     slots.give(1)
     assert slots.take() == 1
     assert len(slots) == 2
+
+
+@pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, TierFull), (errno.EIO, StorageError)])
+def test_what_fails_while_a_range_is_written_out_is_said(tmp_path, monkeypatch, code, kind):
+    monkeypatch.setattr(posix, "_sync_file_range", lambda *_: code)
+    posix.start_write_out(0, 0, 4096)
+    with pytest.raises(kind, match=f"syncing.*{errno.errorcode[code]}"):
+        posix.write_out(0, 0, 4096, str(tmp_path))
+
+
+def test_a_range_is_written_out_by_the_whole_file_where_that_cannot_be(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    with (tmp_path / "file").open("wb") as file:
+        file.write(bytes(4096))
+        file.flush()
+        posix.write_out(file.fileno(), 0, 4096, "file")
+        assert synced == []
+        monkeypatch.setattr(posix, "_sync_file_range", lambda *_: errno.ENOSYS)
+        posix.write_out(file.fileno(), 0, 4096, "file")
+        assert synced == [file.fileno()]
+
+
+def test_the_kernel_is_really_asked(tmp_path):
+    """A pipe cannot be written out: the number of that error comes back."""
+    reading, writing = os.pipe()
+    assert posix._sync_file_range(writing, 0, 4096, posix.WRITE) == errno.ESPIPE
+    assert posix._sync_file_range(-1, 0, 4096, posix.WRITE) == errno.EBADF
+    os.close(reading)
+    os.close(writing)
