@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from mlpo_hpc.cluster.launch import find_launcher
+from mlpo_hpc.cluster.crowd import launched_ranks
 from mlpo_hpc.errors import StorageError
 from mlpo_hpc.storage.filesystem import describe
-from mlpo_hpc.storage.tune import Alone, Ranks, Result, candidates, recommend, try_layout
+from mlpo_hpc.storage.tune import Result, candidates, recommend, try_layout
 
 
 def tune_directory(directory: str, writers: int, seconds: float, as_json: bool) -> None:
@@ -25,7 +24,7 @@ def tune_directory(directory: str, writers: int, seconds: float, as_json: bool) 
     StorageError
         If no layout could be measured.
     """
-    ranks = _ranks()
+    ranks = launched_ranks()
     filesystem = describe(directory)
     layouts = candidates(filesystem.is_lustre)
     room_bytes = min(ranks.allgather(filesystem.free_bytes)) // 16
@@ -39,17 +38,6 @@ def tune_directory(directory: str, writers: int, seconds: float, as_json: bool) 
         raise StorageError(results[0].error)
     if ranks.rank == 0:
         _report(directory, filesystem.type, ranks.size * writers, results, as_json)
-
-
-def _ranks() -> Ranks:
-    """Under srun or mpirun its ranks; MPI is started for that alone, so that login nodes never see it."""
-    launcher = find_launcher(os.environ)
-    size = int(os.environ[launcher.size]) if launcher else 1
-    if size == 1:
-        return Alone()
-    from mlpo_hpc.cluster.node import start_mpi
-
-    return cast(Ranks, start_mpi(size))
 
 
 def _report(directory: str, kind: str, num_writers: int, results: list[Result], as_json: bool) -> None:

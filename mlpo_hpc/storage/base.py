@@ -60,6 +60,11 @@ class Container(ABC):
     def __str__(self) -> str:
         return self.path
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the page cache is left out."""
+        return False
+
     def facts(self) -> dict[str, str]:
         """What it is, for the report."""
         return {}
@@ -114,6 +119,8 @@ class Transport(ABC):
 
     name: str
     """As in the configuration."""
+    direct = False
+    """Whether the page cache is left out."""
     path: str
     """Of the file, or of the directory of a file without a name."""
 
@@ -176,6 +183,11 @@ class FileContainer(Container):
 
     def __str__(self) -> str:
         return f"{self.kind} over {self.transport.name} in {self.path}"
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the transport leaves the page cache out."""
+        return self.transport.direct
 
     def facts(self) -> dict[str, str]:
         """Container and transport, in the words of the configuration."""

@@ -46,6 +46,11 @@ class Probe:
             block.close()
 
     @property
+    def is_direct(self) -> bool:
+        """Whether the page cache is left out."""
+        return self._container.is_direct
+
+    @property
     def num_filled(self) -> int:
         """Slots that `fill` wrote."""
         return self._written

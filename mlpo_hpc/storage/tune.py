@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from mlpo_hpc.cluster.crowd import Ranks
 from mlpo_hpc.errors import StorageError, storage_error
 from mlpo_hpc.storage.probe import Probe, open_probe
 from mlpo_hpc.storage.striping import Component, StripeLayout, set_layout
@@ -22,32 +23,6 @@ COUNTS = (1, 2, 4, 8, 16)
 SIZE_BYTES = 4 * 2**20
 BETTER = 1.05
 """A layout is recommended if it is faster than the inherited one by more than this factor."""
-
-
-class Ranks(Protocol):
-    """What is used of a communicator; `Alone` or one of MPI."""
-
-    rank: int
-    size: int
-
-    def bcast(self, value: Any) -> Any: ...
-
-    def allgather(self, value: Any) -> list[Any]: ...
-
-
-class Alone:
-    """One process."""
-
-    rank = 0
-    size = 1
-
-    def bcast(self, value: Any) -> Any:
-        """The value itself."""
-        return value
-
-    def allgather(self, value: Any) -> list[Any]:
-        """Just the one."""
-        return [value]
 
 
 @dataclass(frozen=True)

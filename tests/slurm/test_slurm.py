@@ -172,6 +172,28 @@ def test_tuning_uses_the_ranks_it_was_given(bed):
     assert list(bed.shared.iterdir()) == []
 
 
+def test_probing_takes_the_ranks_of_one_node(bed):
+    command = [
+        python("system"),
+        "-m",
+        "mlpo_hpc",
+        "probe",
+        f"pfs={bed.shared}",
+        "--seconds=0.1",
+        "--rounds=1",
+        "--json",
+    ]
+    done = bed.run("srun", "-N1", "-n3", "--mpi=pmix", *command, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["measured"][0]["ranks"] == 3
+    assert found["mlp_offload"]["tiers"][0]["write_bps"] > 0
+    assert list(bed.shared.iterdir()) == []
+    done = srun(bed, *command, options=["--mpi=pmix"])
+    assert done.returncode != 0
+    assert "the ranks are on 2 hosts: a node is what is measured, start with srun -N1" in done.stdout + done.stderr
+
+
 def test_without_mpi_file_locks_do(bed, tmp_path):
     done, text = example(bed, tmp_path / "out", "--mpi=none", MLPO_HPC_TOKENS__BACKEND="flock")
     assert done.returncode == 0, text[-6000:]
