@@ -123,8 +123,8 @@ class Striping(Stripes):
 class Tier(Section):
     """One place on storage that can hold state."""
 
-    name: str = Field(min_length=1)
-    """Name in logs and reports, such as ``nvme`` or ``pfs``."""
+    name: str = Field(pattern=r"^[\w.-]+$")
+    """Name in logs, reports and file names, such as ``nvme`` or ``pfs``."""
     dir: str = Field(min_length=1)
     """Existing directory; ``${VAR}`` is expanded; ``auto`` takes the first usual place that fits."""
     kind: Literal["node_local", "shared"] | None = None

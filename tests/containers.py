@@ -64,9 +64,13 @@ def open_alone(
 ) -> Iterator[list[FileContainer]]:
     """Real containers, as the engine opens them; by default on the only rank that there is."""
     node = node or Node("here", 0, 1, 0, 1)
-    with ExitStack() as endings:
-        wanted = [slots] * len(places)
-        found = open_containers(
-            places, pick_means(places, node), wanted, contents or Contents("fp32"), node, {}, endings
-        )
-        yield [container for container in found if container is not None]
+    with ExitStack() as opening:
+        means, wanted = pick_means(places, node), [slots] * len(places)
+        found = open_containers(places, means, wanted, contents or Contents("fp32"), node, {}, opening)
+        opening.pop_all()
+    containers = [container for container in found if container is not None]
+    try:
+        yield containers
+    finally:
+        for container in containers:
+            container.close()

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -179,18 +178,13 @@ def node_communicator() -> MPI.Intracomm:
 
 def _import_mpi() -> Any:
     """Without initialising it, so that what would end the process can be said before."""
-    defer_mpi()
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = False
     from mpi4py import MPI
 
     return MPI
-
-
-def defer_mpi() -> None:
-    """Let importing mpi4py, or h5py built with MPI, initialise nothing."""
-    if "mpi4py.MPI" not in sys.modules and find_spec("mpi4py") is not None:
-        import mpi4py
-
-        mpi4py.rc.initialize = False
 
 
 def _finalize() -> None:

@@ -30,8 +30,18 @@ def world_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def raise_together(error: BaseException | None) -> None:
+STARTING = "the offload engine cannot start"
+
+
+def raise_together(error: BaseException | None, failed: str = STARTING) -> None:
     """Collective over the training world. If any rank has an error, all raise the same one.
+
+    Parameters
+    ----------
+    error : BaseException or None
+        This rank's.
+    failed : str
+        What cannot be done then: the message begins with it.
 
     Raises
     ------
@@ -50,12 +60,12 @@ def raise_together(error: BaseException | None) -> None:
     for _, host, rank, text in found:
         texts.setdefault(text, []).append(f"rank {rank} on {host}")
     lines = [f"{', '.join(ranks)}: {text}" for text, ranks in texts.items()]
-    verdict = kind("\n".join(["the offload engine cannot start:", *lines]))
+    verdict = kind("\n".join([f"{failed}:", *lines]))
     verdict.on_all_ranks = True
     raise verdict from None  # the message says it all; the first error would be shown before it
 
 
-def together(action: Callable[[], T]) -> T:
+def together(action: Callable[[], T], failed: str = STARTING) -> T:
     """Collective over the training world. Do something alone; if it fails on any rank, raise on all."""
     results: list[T] = []
     failure: Exception | None = None
@@ -63,5 +73,5 @@ def together(action: Callable[[], T]) -> T:
         results.append(action())
     except Exception as error:  # whatever it is: the other ranks wait in the next collective
         failure = error
-    raise_together(failure)
+    raise_together(failure, failed)
     return results[0]

@@ -11,9 +11,11 @@ order; a slice of it becomes the 32-bit gradient only when its subgroup is updat
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import time
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -107,7 +109,8 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         self._contents = describe_contents(self._state, self.fp16_groups, self.param_names)
         needs = Needs(records, max(numels) * ITEM_BYTES, self._later_bytes(sum(numels)), self._contents)
         store = open_store(self._config, self._node, needs)
-        weakref.finalize(self, store.close)  # also at interpreter exit
+        closing = weakref.finalize(self, store.close)
+        atexit.register(closing)  # before what was registered earlier ends MPI, unlike `finalize` alone
         self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))
         self._offsets = list(itertools.accumulate(numels, initial=0))
         return store
@@ -324,8 +327,7 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         """End the I/O threads, drop files and memory, then what DeepSpeed's own does."""
         for hook in self._forward_hooks:
             hook.remove()
-        try:
+        with ExitStack() as endings:
+            endings.callback(super().destroy)
+            endings.callback(self._store.close)
             self._store.leave_behind(self._steps)
-        finally:
-            self._store.close()
-        super().destroy()

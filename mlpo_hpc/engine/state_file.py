@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,6 +22,12 @@ from mlpo_hpc.storage.hdf5 import has_parallel_hdf5
 if TYPE_CHECKING:
     from mlpo_hpc.engine.update import BoundState
     from mlpo_hpc.state.store import Store
+
+
+T = TypeVar("T")
+
+SAVING = "the state was not saved"
+LOADING = "the state was not loaded"
 
 
 class StateFile:
@@ -51,18 +59,18 @@ class StateFile:
         """
         everyone = gather((self._contents, self._all_scalars()))
         parameters = _parameters(everyone)
-        comm, partial = self._world_comm(), f"{path}.partial"
+        comm, unfinished = self._world_comm(), f"{path}.partial"
         makes = comm is not None or self._node.world_rank == 0
-        together(lambda: create(partial, parameters, comm) if makes else None)
-        try:
-            file = together(lambda: SlabFile(partial, True, comm, collective) if comm else OffsetFile(partial))
-            failure = self._move_all(file.write, parameters, [contents for contents, _ in everyone], writes=False)
-            raise_together(_closed(file, failure))
-            together(lambda: _rename(partial, path) if self._node.world_rank == 0 else None)
-        finally:
+        with ExitStack() as endings:
             if self._node.world_rank == 0:
-                with suppress(FileNotFoundError):
-                    os.unlink(partial)
+                endings.callback(_remove, unfinished)
+            self._at_rest(lambda: create(unfinished, parameters, comm) if makes else None, SAVING)
+            file = self._at_rest(
+                lambda: SlabFile(unfinished, True, comm, collective) if comm else OffsetFile(unfinished), SAVING
+            )
+            failure = self._move_all(file.write, parameters, [contents for contents, _ in everyone], collective, False)
+            self._at_rest(lambda: _close(file, failure), SAVING)
+            together(lambda: _rename(unfinished, path) if self._node.world_rank == 0 else None, SAVING)
 
     def load_hdf5(self, path: str, collective: bool = False) -> None:
         """Collective over the training world. Load what `save_hdf5` saved, on any number of ranks.
@@ -82,37 +90,53 @@ class StateFile:
             If it cannot be read.
         """
         everyone = gather((self._contents, {}))
+        wanted = _parameters(everyone)
         comm = self._world_comm()
-        file = together(lambda: SlabFile(path, False, comm, collective))
-        try:
-            there = file.parameters()
-            raise_together(_difference(_parameters(everyone), there, path))
-            failure = self._move_all(file.read, there, [contents for contents, _ in everyone], writes=True)
-        finally:
-            file.close()
-        raise_together(failure)
-        self._take_scalars({name: parameter.scalars for name, parameter in there.items()})
-        self._refresh_weights()
+        file = self._at_rest(lambda: SlabFile(path, False, comm, collective), LOADING)
+        there, failure = _caught(file.parameters)
+        failure = failure or _difference(wanted, there or {}, path)
+        if not any(gather(failure is not None)):
+            failure = self._move_all(file.read, wanted, [contents for contents, _ in everyone], collective, True)
+        self._at_rest(lambda: _close(file, failure), LOADING)
+        together(lambda: self._refresh_weights({name: found.scalars for name, found in (there or {}).items()}), LOADING)
+        persistent = self.persistent_parameters  # type: ignore[attr-defined]
+        if persistent:  # small ones that every rank holds whole
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
+
+    def _at_rest(self, action: Callable[[], T], failed: str) -> T:
+        """Collective over the training world. Do something to the file that may be collective in MPI-IO.
+
+        ROMIO holds one lock meanwhile: a transfer of ours in flight would wait for it with a tier's token in hand,
+        for which the rank that everybody waits for may be waiting.
+        """
+        _, failure = _caught(self._store.pipeline.flush)
+        result, later = _caught(action)
+        raise_together(failure or later, failed)
+        return cast(T, result)
 
     # ---- one call after the other, the same number on all ranks -----------------------------
 
     def _move_all(
-        self, move: Any, parameters: Mapping[str, Parameter], everyone: list[Contents], writes: bool
+        self, move: Any, parameters: Mapping[str, Parameter], everyone: list[Contents], collective: bool, writes: bool
     ) -> Exception | None:
         """Move all vectors. A rank that fails takes part with nothing to the end, for the others wait for it."""
         mine = {piece.name: piece for piece in self._contents.pieces}
-        rounds = _rounds(everyone)
+        blocks = {name: list(_blocks(mine.get(name))) for name in parameters}
+        records, flush = _Records(self, writes), self._store.pipeline.flush
         failure: Exception | None = None
-        with _Records(self, writes) as records:
-            for name, parameter in parameters.items():
-                for vector in parameter.vectors:
-                    blocks = list(_blocks(mine.get(name)))
-                    for number in range(rounds.get(name, 0)):
-                        box = blocks[number] if number < len(blocks) and failure is None else None
-                        try:
-                            move(name, vector, box, None if box is None else records.values(mine[name], vector, box))
-                        except Exception as error:
-                            failure = failure or error
+        for name, vector, number in _calls(parameters, _rounds(everyone)):
+            box = values = None
+            if failure is None and number < len(blocks[name]):
+                box = blocks[name][number]
+                values, failure = _caught(partial(records.values, mine[name], vector, box))
+            if collective and failure is None:  # see `_at_rest`
+                _, failure = _caught(flush)
+            _, later = _caught(partial(move, name, vector, box if values is not None else None, values))
+            failure = failure or later
+        for action in (records.give_back, flush):  # what is still being written may fail yet
+            _, later = _caught(action)
+            failure = failure or later
         return failure
 
     def _world_comm(self) -> Any:
@@ -134,13 +158,11 @@ class StateFile:
             found[piece.name] = {key: float(value) for key, value in scalars.items() if _is_number(value)}
         return found
 
-    def _take_scalars(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
+    def _refresh_weights(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
+        """Take the scalars, and the 16-bit weights from the new master weights."""
         for piece in self._contents.pieces:
             if scalars[piece.name]:
                 self._state.set_scalars(piece.subgroup, scalars[piece.name])
-
-    def _refresh_weights(self) -> None:
-        """The 16-bit weights from the new master weights."""
         pipeline = self._store.pipeline
         for subgroup in range(len(self._state.numels)):
             record = pipeline.get(subgroup)
@@ -148,10 +170,6 @@ class StateFile:
                 self._set_weights(subgroup, record)  # type: ignore[attr-defined]
             finally:
                 pipeline.put(subgroup, dirty=False)
-        persistent = self.persistent_parameters  # type: ignore[attr-defined]
-        if persistent:  # small ones that every rank holds whole
-            persistent[0].partition(persistent)
-            persistent[0].all_gather(persistent)
 
 
 class _Records:
@@ -163,16 +181,10 @@ class _Records:
         self._subgroup: int | None = None
         self._vectors: dict[str, torch.Tensor] = {}
 
-    def __enter__(self) -> _Records:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._give_back()
-
     def values(self, piece: Piece, vector: str, box: Box) -> np.ndarray:
         """A view of a block's items in the record."""
         if piece.subgroup != self._subgroup:
-            self._give_back()
+            self.give_back()
             record = self._engine._store.pipeline.get(piece.subgroup)
             self._subgroup = piece.subgroup
             names = self._engine._contents.records[piece.subgroup].vectors
@@ -180,15 +192,23 @@ class _Records:
         begin = piece.begin + box.first - piece.first
         return self._vectors[vector].narrow(0, begin, box.numel).numpy()
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Hand the record back."""
         self._vectors = {}
-        if self._subgroup is not None:
-            self._engine._store.pipeline.put(self._subgroup, dirty=self._writes)
-            self._subgroup = None
+        subgroup, self._subgroup = self._subgroup, None
+        if subgroup is not None:
+            self._engine._store.pipeline.put(subgroup, dirty=self._writes)
 
 
 def _blocks(piece: Piece | None) -> Iterator[Box]:
     return iter(()) if piece is None else boxes(piece.shape, piece.first, piece.numel)
+
+
+def _calls(parameters: Mapping[str, Parameter], rounds: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
+    """All calls, the same on all ranks, parameter by parameter."""
+    for name, parameter in parameters.items():
+        for vector, number in itertools.product(parameter.vectors, range(rounds[name])):
+            yield name, vector, number
 
 
 def _rounds(everyone: list[Contents]) -> dict[str, int]:
@@ -231,18 +251,30 @@ def _is_number(value: Any) -> bool:
     return value.numel() == 1 if torch.is_tensor(value) else isinstance(value, int | float)
 
 
-def _closed(file: SlabFile | OffsetFile, failure: Exception | None) -> Exception | None:
+def _caught(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What an action gave, or the exception that it raised: the other ranks wait in the next collective call."""
     try:
-        file.close()
+        return action(), None
     except Exception as error:
-        return failure or error
-    return failure
+        return None, error
 
 
-def _rename(partial: str, path: str) -> None:
+def _close(file: SlabFile | OffsetFile, failure: Exception | None) -> None:
+    """Close a file; what failed before is raised rather than what fails now."""
+    _, later = _caught(file.close)
+    if failure or later:
+        raise failure or later  # type: ignore[misc]
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _rename(unfinished: str, path: str) -> None:
     """The file is whole and on the device: it gets its name, and the name is made to last too."""
     try:
-        os.rename(partial, path)
+        os.rename(unfinished, path)
         folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

@@ -6,16 +6,18 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from mlpo_hpc.cluster.node import Node, mpi_obstacle, node_communicator
+from mlpo_hpc.cluster.node import Node, gather_on_node, mpi_obstacle, node_communicator
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.errors import ConfigError, MpiMismatch
-from mlpo_hpc.state.node_file import Means, Slots, open_node_file
+from mlpo_hpc.state.node_file import Means, Slots, open_node_file, tell_of_hints
 from mlpo_hpc.storage.base import FileContainer
 from mlpo_hpc.storage.contents import Contents
 from mlpo_hpc.storage.folder import private_folder
 from mlpo_hpc.storage.place import Place
 from mlpo_hpc.storage.posix import open_raw
 from mlpo_hpc.telemetry.log import say
+
+UNSEEN = "ranks of one host do not see the same files in its directory (containers?)"
 
 
 def open_containers(
@@ -58,6 +60,7 @@ def open_containers(
             opened.append(None)
         elif means[place.tier.name].container == "raw":
             opened.append(_open_raw(place, slots, means[place.tier.name], opening))
+            tell_of_hints(place.tier.name, opened[-1], place.tier.hints)
         else:
             hints = {**creation_hints.get(place.tier.name, {}), **place.tier.hints}
             opened.append(open_node_file(place, slots, contents, node, means[place.tier.name], hints, opening))
@@ -72,7 +75,7 @@ def pick_means(places: Sequence[Place], node: Node) -> dict[str, Means]:
     ConfigError
         If HDF5 is asked for and h5py is missing.
     """
-    containers = {place.tier.name: _container(place) for place in places}
+    containers = _pick_containers(places, node)
     asked = {place.tier.name: place.tier.transport or _usual_transport(containers[place.tier.name]) for place in places}
     obstacle = ""
     if "mpiio" in asked.values():
@@ -95,6 +98,28 @@ def _why_not_mpi(node: Node, alone: bool) -> str:
         return mpi_obstacle(node, alone)
     except MpiMismatch as error:
         return str(error).splitlines()[-1]
+
+
+def _pick_containers(places: Sequence[Place], node: Node) -> dict[str, str]:
+    """Collective over the training world. One file for a node needs ranks that see the same directory."""
+    picked: dict[str, str] = gather({place.tier.name: _container(place) for place in places})[0]
+    for place in places:
+        name = place.tier.name
+        if picked[name] == "hdf5" and not _see_the_same(place, node):
+            if place.tier.keep:
+                raise ConfigError(f"tier {name!r}: {UNSEEN}: do without 'keep'")
+            say("tier %s: container 'raw', for %s", name, UNSEEN)
+            picked[name] = "raw"
+    return picked
+
+
+def _see_the_same(place: Place, node: Node) -> bool:
+    """Collective over the training world. Whether the ranks of each node see what its first one makes there."""
+    with ExitStack() as endings:
+        first = node.node_rank == 0
+        mine = together(lambda: endings.enter_context(private_folder(place.path)) if first else None)
+        folder = next(path for path in gather_on_node(node, mine) if path is not None)
+        return all(gather(os.path.isdir(folder)))
 
 
 def _container(place: Place) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mlpo_hpc import __version__
 from mlpo_hpc.cluster.node import Node, gather_on_node, node_communicator
 from mlpo_hpc.cluster.verdict import gather, together
-from mlpo_hpc.errors import TierFull, here
+from mlpo_hpc.errors import StorageError, TierFull, here
 from mlpo_hpc.storage.base import FileContainer, Transport, round_up
 from mlpo_hpc.storage.contents import Contents
 from mlpo_hpc.storage.folder import private_folder
@@ -88,8 +88,8 @@ def open_node_file(
         extents = next(found for found in gather_on_node(node, made) if found is not None)
         share = shares[node.node_rank]
         container = together(lambda: _open(plan, share, extents[node.world_rank], means, hints, opening))
-        _tell_of_hints(place.tier.name, container, hints)
-        together(lambda: _settle(plan) if node.node_rank == 0 else None)
+        tell_of_hints(place.tier.name, container, hints)
+        together(lambda: _settle(plan, opening) if node.node_rank == 0 else None)
     if plan.final is not None:
         say("tier %s: what it holds stays in %s", place.tier.name, plan.final)
     return container
@@ -171,15 +171,18 @@ def _open(
     return FileContainer(transport, share.slot_bytes, share.num_slots, "hdf5", extent.slots, index)
 
 
-def _settle(plan: Plan) -> None:
+def _settle(plan: Plan, opening: ExitStack) -> None:
     """All have it open: it gets its name, or none."""
     if plan.final is None:
         os.unlink(plan.path)
-    else:
-        os.rename(plan.path, plan.final)
+        return
+    if os.path.exists(plan.final):
+        raise StorageError(f"there is a file {here(plan.final)} already: use another directory, or remove it")
+    os.rename(plan.path, plan.final)
+    opening.callback(os.unlink, plan.final)  # if a later tier fails
 
 
-def _tell_of_hints(name: str, container: FileContainer | None, hints: Mapping[str, str]) -> None:
+def tell_of_hints(name: str, container: FileContainer | None, hints: Mapping[str, str]) -> None:
     """Collective over the training world. Say once what MPI did not take."""
     if not hints:
         return
@@ -191,7 +194,7 @@ def _tell_of_hints(name: str, container: FileContainer | None, hints: Mapping[st
         ignored = ignored_hints(hints, container.transport.get_hints())
     found = [theirs for theirs in gather(ignored) if theirs is not None]
     if not found:
-        warn("tier %s: 'hints' are for MPI-IO, which does not move its bytes: they are not used", name)
+        warn("tier %s: the hints %s are for MPI-IO, which does not move its bytes: not used", name, ", ".join(hints))
     elif found[0]:
         said = ", ".join(
             f"{key} = {hints[key]} ({'not known' if used is None else f'{used} is used'})"

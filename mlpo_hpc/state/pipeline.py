@@ -15,45 +15,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
 
 from mlpo_hpc.errors import MlpoError, here
 from mlpo_hpc.state.cache import Buffer, Pool, keep_suffix
 from mlpo_hpc.state.placement import choose
+from mlpo_hpc.state.resident import Phase, Resident
 from mlpo_hpc.state.table import Chunk, Table
 from mlpo_hpc.state.watch import Watch
 from mlpo_hpc.storage.index import Held
 from mlpo_hpc.storage.lane import Job
 from mlpo_hpc.storage.tier import StorageTier
-
-
-class Phase(Enum):
-    """What is going on with a resident subgroup."""
-
-    READING = "reading"
-    HOST = "host"
-    IN_USE = "in use"
-    WRITING = "writing"
-
-
-@dataclass
-class Resident:
-    """A subgroup in host memory."""
-
-    buffer: Buffer
-    phase: Phase
-    dirty: bool = False
-    """Newer than its copy on the tiers."""
-    pending: int = 0
-    """Chunks still to be moved."""
-    wanted: bool = False
-    """Stays in host memory when its write is done."""
-    was_read: bool = False
-    """Came from the tiers since it was last asked for: a cache miss."""
-    written: dict[int, Chunk] = field(default_factory=dict)
-    """New chunks by position, until all are there to be committed."""
 
 
 @dataclass
@@ -174,10 +147,17 @@ class Pipeline:
             self._watch.raise_failure()
 
     def flush(self) -> None:
-        """Wait until no write is in flight. What the cache keeps stays unwritten."""
+        """Wait until nothing is in flight. What the cache keeps stays unwritten.
+
+        Raises
+        ------
+        StorageError
+            What went wrong on a tier, now or earlier.
+        """
         with self._watch:
-            while any(resident.phase is Phase.WRITING for resident in self._residents.values()):
-                self._watch.wait("writes to end")
+            self._watch.raise_failure()
+            while any(r.phase in (Phase.WRITING, Phase.READING) for r in self._residents.values()):
+                self._watch.wait("transfers to end")
 
     def write_back(self) -> None:
         """Write what is only in host memory, and wait for it.
@@ -193,6 +173,11 @@ class Pipeline:
                 self._write(subgroup)
                 self._residents[subgroup].wanted = True
         self.flush()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._watch.closed
 
     def held(self, tier: int) -> dict[int, Held]:
         """What the slots of a tier hold, of subgroups whose newest state is on the tiers."""

@@ -95,7 +95,8 @@ class Store:
 
     def leave_behind(self, step: int) -> None:
         """Make the containers that are kept complete: what is only in host memory goes there too."""
-        if any(tier.container.index is not None for tier in self.pipeline.tiers):
+        keeps = any(tier.container.index is not None for tier in self.pipeline.tiers)
+        if keeps and not self.pipeline.is_closed:
             self.pipeline.write_back()
             self.write_index(step)
 

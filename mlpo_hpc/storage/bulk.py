@@ -12,9 +12,11 @@ to read by HDF5, to write at the offsets of the datasets, which are contiguous.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,9 @@ import numpy as np
 
 from mlpo_hpc import __version__
 from mlpo_hpc.errors import ConfigError, here, storage_error
-from mlpo_hpc.storage.hdf5 import import_h5py, locking, translated
+from mlpo_hpc.storage.base import round_up
+from mlpo_hpc.storage.filesystem import describe
+from mlpo_hpc.storage.hdf5 import locking, translated
 from mlpo_hpc.storage.posix import sync
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 FORMAT = "mlpo_hpc whole state"
 FORMAT_VERSION = 1
 MAX_CALL_BYTES = 2**30
+PAGE_BYTES = 65536
+"""The largest page of the machines in use."""
 ITEM = np.dtype("<f4")
 
 
@@ -110,12 +116,15 @@ def create(path: str, parameters: Mapping[str, Parameter], comm: MPI.Intracomm |
 
 def _open(path: str, mode: str, comm: MPI.Intracomm | None) -> h5py.File:
     parallel = {} if comm is None else {"driver": "mpio", "comm": comm}
-    return import_h5py().File(path, mode, **locking(), **parallel)
+    import h5py
+
+    return h5py.File(path, mode, **locking(), **parallel)
 
 
 def _allocate(group: h5py.Group, name: str, shape: tuple[int, ...]) -> None:
     """Contiguous, in place before anything is written."""
-    h5py = import_h5py()
+    import h5py
+
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -152,7 +161,8 @@ class SlabFile:
         self._writes = writes
         with translated("opening a state file", path):
             self._file = _open(path, "r+" if writes else "r", comm)
-        h5py = import_h5py()
+        import h5py
+
         self._transfer = h5py.h5p.create(h5py.h5p.DATASET_XFER)
         if comm is not None:
             mode = h5py.h5fd.MPIO_COLLECTIVE if collective else h5py.h5fd.MPIO_INDEPENDENT
@@ -161,7 +171,8 @@ class SlabFile:
 
     def parameters(self) -> dict[str, Parameter]:
         """What is in the file."""
-        h5py = import_h5py()
+        import h5py
+
         found: dict[str, Parameter] = {}
 
         def note(name: str, item: Any) -> None:
@@ -195,7 +206,8 @@ class SlabFile:
         self._move("read", f"state/{name}/{vector}", box, values)
 
     def _move(self, call: str, name: str, box: Box | None, values: np.ndarray | None) -> None:
-        h5py = import_h5py()
+        import h5py
+
         with translated(f"{'writing' if call == 'write' else 'reading'} {name}", self.path):
             dataset = self._file[name].id
             space, memory = dataset.get_space(), h5py.h5s.create_simple((1 if box is None else box.numel,))
@@ -245,10 +257,14 @@ class OffsetFile:
         with translated("opening a state file", path):
             with _open(path, "r", None) as file:
                 file.visititems(self._note)
+            # NFS clients write whole pages back: a locked range is theirs alone, neighbours in a page included.
+            self._locks = describe(path).type.startswith("nfs")
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def _note(self, name: str, item: Any) -> None:
-        if isinstance(item, import_h5py().Dataset):
+        import h5py
+
+        if isinstance(item, h5py.Dataset):
             self._offsets[name] = item.id.get_offset()
 
     def write(self, name: str, vector: str, box: Box | None, values: np.ndarray | None) -> None:
@@ -265,10 +281,25 @@ class OffsetFile:
         view = values.reshape(-1).view(np.uint8).data
         while view.nbytes:
             try:
-                done = os.pwrite(self._fd, view[:MAX_CALL_BYTES], offset)
+                with self._locked(offset, min(view.nbytes, MAX_CALL_BYTES)):
+                    done = os.pwrite(self._fd, view[:MAX_CALL_BYTES], offset)
             except OSError as error:
                 raise storage_error(f"writing state at byte {offset}", self.path, error) from error
             view, offset = view[done:], offset + done
+
+    @contextmanager
+    def _locked(self, offset: int, size_bytes: int) -> Iterator[None]:
+        """Collides with nobody on the pages of a range; releasing the lock sends them."""
+        if not self._locks:
+            yield
+            return
+        first = offset - offset % PAGE_BYTES
+        length = round_up(offset + size_bytes, PAGE_BYTES) - first
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, length, first)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, length, first)
 
     def close(self) -> None:
         """Close the file; what was written is on the device then.

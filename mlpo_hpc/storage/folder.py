@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mlpo_hpc.cluster.node import machine_id
 from mlpo_hpc.errors import storage_error
 from mlpo_hpc.telemetry.log import warn
 from mlpo_hpc.tokens.process import start_ticks
@@ -30,7 +32,8 @@ def private_folder(directory: str) -> Iterator[str]:
     StorageError
         If it cannot be made.
     """
-    prefix = f".mlpo_hpc-{socket.gethostname()}-"
+    # Two machines may have one name.
+    prefix = f".mlpo_hpc-{socket.gethostname()}-{machine_id()[:8]}-"
     pid = os.getpid()
     folder = os.path.join(directory, f"{prefix}{pid}-{start_ticks(pid)}-{next(_numbers)}")
     try:
@@ -41,8 +44,9 @@ def private_folder(directory: str) -> Iterator[str]:
     try:
         yield folder
     finally:
-        # On NFS a file that is open still has a name there; the next start removes what is left.
         shutil.rmtree(folder, ignore_errors=True)
+        if os.path.exists(folder):  # on NFS a file that is open still has a name there: once more when it is closed
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _remove_leftovers(directory: str, prefix: str) -> None:

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlpo_hpc.cluster.node import defer_mpi
-from mlpo_hpc.errors import ConfigError, StorageError, here, storage_error
+from mlpo_hpc.errors import ConfigError, MlpoError, StorageError, here, storage_error
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES
 from mlpo_hpc.storage.contents import Contents
 from mlpo_hpc.storage.index import COPIES, index_type
@@ -35,7 +34,8 @@ FORMAT = "mlpo_hpc state"
 FORMAT_VERSION = 1
 
 PIECE = np.dtype([("rank", "<i4"), ("subgroup", "<i4"), ("begin", "<i8"), ("first", "<i8"), ("numel", "<i8")])
-RECORD = np.dtype([("numel", "<i8"), ("stride", "<i8"), ("vectors", "S256")])
+NAMES_BYTES = 256
+RECORD = np.dtype([("numel", "<i8"), ("stride", "<i8"), ("vectors", f"S{NAMES_BYTES}")])
 
 
 @dataclass(frozen=True)
@@ -103,22 +103,9 @@ def lay_out(
     return extents
 
 
-def import_h5py() -> Any:
-    """Return the module h5py; MPI stays as it is.
-
-    Raises
-    ------
-    ImportError
-        If it is missing.
-    """
-    defer_mpi()
+def _create(path: str, alignment_bytes: int, comm: MPI.Intracomm | None) -> h5py.File:
     import h5py
 
-    return h5py
-
-
-def _create(path: str, alignment_bytes: int, comm: MPI.Intracomm | None) -> h5py.File:
-    h5py = import_h5py()
     parallel = {"driver": "mpio", "comm": comm} if comm is not None else {}
     return h5py.File(
         path, "w", alignment_threshold=ALIGNMENT_BYTES, alignment_interval=alignment_bytes, **locking(), **parallel
@@ -127,7 +114,7 @@ def _create(path: str, alignment_bytes: int, comm: MPI.Intracomm | None) -> h5py
 
 def locking() -> dict[str, str]:
     """Lock where the file system can. HDF5_USE_FILE_LOCKING, if it is set, goes before."""
-    h5py = import_h5py()
+    import h5py
 
     version = h5py.version.hdf5_version_tuple
     knows = version >= (1, 12, 1) or (1, 10, 7) <= version < (1, 11)
@@ -154,6 +141,8 @@ def _lay_out_rank(ranks: h5py.Group, share: Share, writes: bool) -> Extent:
     group.attrs["chunk_bytes"] = share.chunk_bytes
     group.attrs["codec"] = share.contents.codec
     forms = share.contents.records
+    if any(len(" ".join(form.vectors)) > NAMES_BYTES for form in forms):
+        raise ConfigError(f"the optimizer keeps too many vectors to be named in {NAMES_BYTES} bytes: do without 'keep'")
     if forms:
         records = _allocate(group, "records", (len(forms),), RECORD)
         if writes:
@@ -169,7 +158,7 @@ def _lay_out_rank(ranks: h5py.Group, share: Share, writes: bool) -> Extent:
 
 def _allocate(group: h5py.Group, name: str, shape: tuple[int, ...], kind: np.dtype[Any]) -> h5py.Dataset:
     """A contiguous dataset whose place is known now and whose bytes nobody fills."""
-    h5py = import_h5py()
+    import h5py
 
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
@@ -185,7 +174,7 @@ def _allocate(group: h5py.Group, name: str, shape: tuple[int, ...], kind: np.dty
 
 def has_parallel_hdf5() -> bool:
     """Whether h5py was built with MPI."""
-    h5py = import_h5py()
+    import h5py
 
     return bool(h5py.get_config().mpi)
 
@@ -201,7 +190,7 @@ def open_for_reading(path: str) -> Iterator[h5py.File]:
     StorageError
         If it cannot be opened.
     """
-    h5py = import_h5py()
+    import h5py
 
     with translated("opening a state file", path):
         file = h5py.File(path, "r", **locking())
@@ -228,6 +217,8 @@ def translated(action: str, path: str) -> Iterator[None]:
     """
     try:
         yield
+    except MlpoError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         number = re.search(r"errno ?= ?(\d+)", str(error))
         code = getattr(error, "errno", None) or (int(number.group(1)) if number else None)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -426,4 +429,97 @@ def test_whole_state_goes_out_and_comes_back(world: MPI.Intracomm) -> None:
                 assert os.listdir(folder) == ["whole.h5"]
                 world.Barrier()
     engine.destroy()
+    remove(world, folder)
+
+
+def test_whole_state_beside_transfers_that_take_turns(world: MPI.Intracomm) -> None:
+    """ROMIO holds one lock in a collective call: a transfer that has a tier's token would wait for it for ever."""
+    import torch
+
+    folder = folder_for_all(world)
+    tier = {"name": "disk", "dir": folder, "container": "hdf5", "transport": "mpiio"}
+    engine, _ = train(world, folder, "mpi", 2, tiers=[tier])
+    path = os.path.join(folder, "whole.h5")
+    for collective in (False, has_parallel_hdf5()):
+        for _ in range(3):
+            step_again(engine)
+            engine.optimizer.save_hdf5(path, collective)
+            before = [t.clone() for t in engine.optimizer.fp16_partitioned_groups_flat]
+            step_again(engine)
+            engine.optimizer.load_hdf5(path, collective)
+            after = engine.optimizer.fp16_partitioned_groups_flat
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "16-bit weights too"
+    engine.destroy()
+    remove(world, folder)
+
+
+def cannot_write(*_: Any) -> None:
+    from mlpo_hpc.errors import StorageError
+
+    raise StorageError("the disk is full")
+
+
+def test_a_rank_that_fails_in_a_bulk_call_leaves_nobody_waiting(world: MPI.Intracomm) -> None:
+    """Its record cannot be had, or a write of the last records fails: all raise, and the file before is whole."""
+    import h5py
+
+    from mlpo_hpc.engine import state_file
+    from mlpo_hpc.errors import StorageError
+
+    folder = folder_for_all(world)
+    path = os.path.join(folder, "whole.h5")
+    last = world.rank == world.size - 1
+    for collective in {False, has_parallel_hdf5()}:
+        engine, _ = train(world, folder, "off", 2, tiers=[{"name": "disk", "dir": folder}])
+        engine.optimizer.save_hdf5(path, collective)
+        real, calls = state_file._Records.values, []
+
+        def fail(self: Any, *arguments: Any, real: Any = real, calls: list[int] = calls) -> Any:
+            calls.append(1)
+            if last and len(calls) == 4:
+                raise StorageError("no luck")
+            return real(self, *arguments)
+
+        for call in (engine.optimizer.save_hdf5, engine.optimizer.load_hdf5):
+            calls.clear()
+            with patch.object(state_file._Records, "values", fail), pytest.raises(StorageError, match="no luck"):
+                call(path, collective)
+        engine.optimizer.load_hdf5(path, collective)  # nothing is broken by it
+        writing = patch.object(FileContainer, "_write", cannot_write) if last else ExitStack()
+        with writing, pytest.raises(StorageError, match="the state was not loaded(.|\n)*disk is full"):
+            engine.optimizer.load_hdf5(path, collective)
+        engine.destroy()
+        world.Barrier()
+        assert os.listdir(folder) == ["whole.h5"]
+        with h5py.File(path) as file:
+            assert file["state/2.weight/exp_avg"].shape == (64, 64)
+        world.Barrier()
+    remove(world, folder)
+
+
+def test_h5py_built_with_mpi_does_not_start_it(world: MPI.Intracomm) -> None:
+    """Under torchrun and on login nodes nobody may."""
+    code = (
+        "import sys; from mlpo_hpc.storage.hdf5 import lay_out; lay_out(sys.argv[1], [], {}, 4096); "
+        "m = sys.modules.get('mpi4py.MPI'); print(m is None or not m.Is_initialized())"
+    )
+    if world.rank == 0:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PMIX", "SLURM_"))}
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-c", code, os.path.join(folder, "state.h5")]
+            done = subprocess.run(command, capture_output=True, text=True, env=clean, close_fds=False)
+        assert done.stdout.strip() == "True", done.stdout + done.stderr
+    world.Barrier()
+
+
+def test_hints_that_nobody_takes_are_said(world: MPI.Intracomm) -> None:
+    from mlpo_hpc.state import node_file
+
+    folder = folder_for_all(world)
+    for tier in ({"container": "raw"}, {"container": "raw", "transport": "mpiio"}):
+        said: list[str] = []
+        tell = patch.object(node_file, "warn", lambda text, *values, said=said: said.append(text % values))
+        with tell, opened(world, folder, Slots(SLOT_BYTES, 2), hints={"nobody_knows": 1}, **tier) as (mine,):
+            expected = 0 if mine.facts()["transport"] == "mpiio" and "nobody_knows" in mine.transport.get_hints() else 1
+            assert len(said) == expected, said
     remove(world, folder)

@@ -1,6 +1,6 @@
 """How fast each transport moves the slots of one container, against a plain reader and writer of the same disk.
 
-    .ci/mpirun N PYTHON -m tests.mpi.rates [BYTES_PER_S]
+    .ci/mpirun N PYTHON -m tests.mpi.rates [BYTES_PER_S [SECONDS]]
 
 Cold files on a disk with a cap of its own (root), all ranks at once, with the threads of a tier's
 lanes, all ways interleaved; prints medians and spread in units of what the plain ones get.
@@ -28,7 +28,8 @@ from tests.mpi.files import opened
 
 SLOT_BYTES = 16 * 2**20
 SECONDS = 2.0
-ROUNDS = 5
+"""For each load; with more ranks the end, when some are done before others, weighs more."""
+ROUNDS = 3
 LOADS = {"read": (True, False), "write": (False, True), "both": (True, True)}
 
 
@@ -82,7 +83,8 @@ def drop_all(world: Any, container: Container) -> None:
 def main() -> None:
     world = start_mpi()
     cap_bps = int(float(sys.argv[1])) if sys.argv[1:] else 200_000_000
-    num_slots = 2 * max(2, round(cap_bps * SECONDS / SLOT_BYTES / world.size))
+    seconds = float(sys.argv[2]) if sys.argv[2:] else SECONDS
+    num_slots = 2 * max(2, round(cap_bps * seconds / SLOT_BYTES / world.size))
     folder = world.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
     with ExitStack() as endings:
         if world.rank == 0:

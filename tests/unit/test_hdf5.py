@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import signal
 import subprocess
@@ -46,6 +47,10 @@ def places(path: Path, **tier):
     return find_places(
         load({"mlp_offload": {"tiers": [{"name": "pfs", "dir": str(path), "container": "hdf5", **tier}]}})
     )
+
+
+def places_of(tiers):
+    return find_places(load({"mlp_offload": {"tiers": tiers}}))
 
 
 def share(rank: int, num_slots: int, slot_bytes: int = 4 * ALIGNMENT_BYTES) -> Share:
@@ -278,12 +283,13 @@ def test_leftovers_of_the_dead_go_and_nothing_else_does(tmp_path, monkeypatch, c
     monkeypatch.setattr(folder.socket, "gethostname", lambda: "n1")
     dead = subprocess.Popen(["true"])
     dead.wait()
-    me = folder.start_ticks(os.getpid())
+    me, here = folder.start_ticks(os.getpid()), folder.machine_id()[:8]
     names = {
-        f".mlpo_hpc-n1-{dead.pid}-5-0": False,  # ours, dead, old
-        f".mlpo_hpc-n1-{dead.pid}-5-1": True,  # young
-        f".mlpo_hpc-n1-{os.getpid()}-{me}-0": True,  # alive
-        f".mlpo_hpc-n2-{dead.pid}-5-0": True,  # of another host
+        f".mlpo_hpc-n1-{here}-{dead.pid}-5-0": False,  # ours, dead, old
+        f".mlpo_hpc-n1-{here}-{dead.pid}-5-1": True,  # young
+        f".mlpo_hpc-n1-{here}-{os.getpid()}-{me}-0": True,  # alive
+        f".mlpo_hpc-n2-{here}-{dead.pid}-5-0": True,  # of another host
+        f".mlpo_hpc-n1-12345678-{dead.pid}-5-0": True,  # of another machine of this name
         f"pfs-job1.0-n1-{dead.pid}.0.h5": True,  # kept
         "mlpo_hpc": True,
     }
@@ -300,7 +306,7 @@ def test_leftovers_of_the_dead_go_and_nothing_else_does(tmp_path, monkeypatch, c
 
 def test_a_folder_that_goes_while_it_is_looked_at_is_no_fault(tmp_path):
     """Another rank is done with its own just then."""
-    (tmp_path / f".mlpo_hpc-{folder.socket.gethostname()}-1-5-0").mkdir()
+    (tmp_path / f".mlpo_hpc-{folder.socket.gethostname()}-{folder.machine_id()[:8]}-1-5-0").mkdir()
     real = os.scandir
 
     def scan(path):
@@ -315,6 +321,35 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_no_fault(tmp_path):
             assert os.path.isdir(mine)
 
 
+def test_what_fails_after_a_file_was_named_takes_it_away(tmp_path, monkeypatch):
+    """The second of two kept tiers cannot be laid out."""
+    real, calls = node_file._prepare, []
+
+    def fail(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise StorageError("no luck")
+        return real(*arguments)
+
+    monkeypatch.setattr(node_file, "_prepare", fail)
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    tiers = [{"name": path.name, "dir": str(path), "keep": True} for path in dirs]
+    for path in dirs:
+        path.mkdir()
+    with pytest.raises(StorageError, match="no luck"), open_alone(places_of(tiers), Slots(16384, 4)):
+        pass
+    assert [*dirs[0].iterdir(), *dirs[1].iterdir()] == []
+
+
+def test_no_file_of_that_name_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setattr(node_file, "_numbers", itertools.repeat(7))
+    with open_alone(places(tmp_path, keep=True), Slots(16384, 4)):
+        with pytest.raises(StorageError, match="already"), open_alone(places(tmp_path, keep=True), Slots(16384, 4)):
+            pass
+        assert len(list(tmp_path.glob("*.h5"))) == 1
+
+
 def test_a_stale_container_of_another_job_is_left_alone(tmp_path):
     """What was kept has a name of its own; a new job neither reads nor changes it."""
     with open_alone(places(tmp_path, keep=True), Slots(16384, 4)) as (container,):
@@ -325,12 +360,3 @@ def test_a_stale_container_of_another_job_is_left_alone(tmp_path):
         assert container.path != str(old)
         container.write(0, pattern(2, 16384))
     assert old.read_bytes() == bytes_before
-
-
-def test_h5py_built_with_mpi_does_not_start_it(monkeypatch):
-    code = (
-        "import mlpo_hpc.storage.hdf5 as h; h.import_h5py(); import sys; m = sys.modules.get('mpi4py.MPI'); "
-        "print(m is None or not m.Is_initialized())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
