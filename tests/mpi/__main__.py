@@ -37,9 +37,11 @@ def main() -> None:
             print(f"{body.__name__} on {world.size} ranks: passed in {time.monotonic() - begin:.1f} s", flush=True)
     if world.rank == 0:
         print(f"{len(tests)} passed, 0 failed", flush=True)
+    left = files.leave_without_destroy(world) if files in modules else None
     sys.stdout.flush()
     if records := os.environ.get(RECORDS):
         (Path(records) / f"finished.{world.rank}").touch()
+    globals()["left"] = left  # to the interpreter's end
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -522,4 +526,40 @@ def test_hints_that_nobody_takes_are_said(world: MPI.Intracomm) -> None:
         with tell, opened(world, folder, Slots(SLOT_BYTES, 2), hints={"nobody_knows": 1}, **tier) as (mine,):
             expected = 0 if mine.facts()["transport"] == "mpiio" and "nobody_knows" in mine.transport.get_hints() else 1
             assert len(said) == expected, said
+    remove(world, folder)
+
+
+def leave_without_destroy(world: MPI.Intracomm) -> Any:
+    """An engine whose writes by MPI-IO are still under way when the interpreter ends: the exit must wait for them."""
+    folder = folder_for_all(world)
+    if world.rank == 0:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tier = {"name": "disk", "dir": folder, "container": "hdf5", "transport": "mpiio"}
+    engine, _ = train(world, folder, "off", 2, tiers=[tier], order="sequential", host_memory=300_000)
+    tiers = engine.optimizer._store.pipeline.tiers
+    for container in [tier.container for tier in tiers]:
+        real = container.transport.write
+        container.transport.write = lambda *piece, real=real: (time.sleep(0.5), real(*piece))
+    step_again(engine)
+    return engine
+
+
+def test_ranks_that_do_not_see_one_directory_get_files_of_their_own(world: MPI.Intracomm) -> None:
+    """Containers of one host name; what is to be kept is an error on all of them."""
+    from mlpo_hpc.errors import ConfigError
+
+    folder = folder_for_all(world)
+    blind = patch.object(containers.os.path, "isdir", lambda path: world.rank != world.size - 1)
+    said: list[str] = []
+    tell = patch.object(containers, "say", lambda text, *values: said.append(text % values))
+    places = find_places(load({"mlp_offload": {"tiers": [{"name": "pfs", "dir": folder, "container": "hdf5"}]}}))
+    node = place_of(world)
+    with blind, tell:
+        assert containers.pick_means(places, node)["pfs"].container == "raw"
+    assert "do not see the same files" in said[0]
+    keep = [replace(place, tier=place.tier.model_copy(update={"keep": True})) for place in places]
+    with blind, tell, pytest.raises(ConfigError, match="do without 'keep'"):
+        containers.pick_means(keep, node)
+    world.Barrier()
+    assert os.listdir(folder) == []
     remove(world, folder)
