@@ -77,16 +77,15 @@ def pick_means(places: Sequence[Place], node: Node) -> dict[str, Means]:
     """
     containers = _pick_containers(places, node)
     asked = {place.tier.name: place.tier.transport or _usual_transport(containers[place.tier.name]) for place in places}
+    built = "hdf5" in containers.values() and all(gather(together(_parallel_hdf5)))
     obstacle = ""
-    if "mpiio" in asked.values():
+    if built or "mpiio" in asked.values():
         obstacle = _why_not_mpi(node, alone=any(place.tier.transport == "mpiio" for place in places))
-    parallel = "hdf5" in containers.values() and all(gather(together(_parallel_hdf5)))
-    if "mpiio" in asked.values() and not obstacle:
-        parallel &= all(gather(node_communicator().size == node.node_size))
+    parallel = built and not obstacle and all(gather(node_communicator().size == node.node_size))
     means = {}
     for name, container in containers.items():
         transport = "posix" if obstacle else asked[name]
-        means[name] = Means(container, transport, parallel and transport == "mpiio")
+        means[name] = Means(container, transport, parallel and container == "hdf5")
         if transport != asked[name]:
             say("tier %s: transport 'posix', for MPI-IO cannot be used: %s", name, obstacle)
     return means

@@ -56,7 +56,8 @@ def opened(
 def ways() -> list[tuple[str, str, bool]]:
     """Container, transport, and whether HDF5 lays out in parallel."""
     serial = [(container, transport, False) for container, transport in KINDS]
-    return serial + ([("hdf5", "mpiio", True)] if has_parallel_hdf5() else [])
+    parallel = [("hdf5", transport, True) for transport in ("posix", "mpiio")]
+    return serial + (parallel if has_parallel_hdf5() else [])
 
 
 def test_every_container_over_every_transport(world: MPI.Intracomm) -> None:
