@@ -180,6 +180,21 @@ class Tokens(Section):
     """A tier without any progress for this long ends the job."""
 
 
+class Telemetry(Section):
+    """What a run writes about itself."""
+
+    dir: str | None = None
+    """Folder for it, made if it is missing; ``${VAR}`` is expanded."""
+    trace: bool = False
+    """Write ``trace.<rank>.json`` there: what moved, waited and computed when, for ui.perfetto.dev."""
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Telemetry:
+        if self.trace and self.dir is None:
+            raise ValueError("'trace' needs 'dir': say where to write it")
+        return self
+
+
 class Static(Section):
     """Placement by fixed weights, one for each tier, as in the paper (2:1)."""
 
@@ -209,6 +224,7 @@ class OffloadConfig(Section):
     prefetch: int | Literal["auto"] = "auto"
     """How many subgroups are read ahead at most; ``auto``: as many as memory holds."""
     tokens: Tokens = Tokens()
+    telemetry: Telemetry = Telemetry()
     chunk_bytes: ByteSize = ByteSize(64 * 2**20)
     """Largest unit of I/O. Small subgroups use smaller chunks, so that all tiers share one."""
     checksum: Literal["xxh3", "off"] = "xxh3"
@@ -285,7 +301,7 @@ def expand(path: str) -> str:
     def value(match: re.Match[str]) -> str:
         name = match.group(1) or match.group(2)
         if name not in os.environ:
-            raise ConfigError(f"tier directory {path!r} needs the environment variable {name}, which is not set")
+            raise ConfigError(f"{path!r} needs the environment variable {name}, which is not set")
         return os.environ[name]
 
     return os.path.expanduser(re.sub(r"\$\{(\w+)\}|\$(\w+)", value, path))

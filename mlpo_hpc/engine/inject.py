@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -104,6 +105,7 @@ def _initialize(
             "replaces its ZeRO-3 optimizer too"
         )
     _map_checkpoints(result[0])
+    _tell_monitor(result[0])
     return result
 
 
@@ -257,6 +259,32 @@ def _versions() -> dict[str, str]:
     import mlpo_hpc
 
     return {"mlpo_hpc": mlpo_hpc.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
+
+
+def _tell_monitor(engine: Any) -> None:
+    """Let our figures go to DeepSpeed's own monitor (TensorBoard, W&B, CSV) too, where it is on."""
+    if not engine.monitor.enabled:
+        return
+    seen = weakref.ref(engine)  # the engine has the optimizer
+
+    def tell(report: Mapping[str, Any]) -> None:
+        here = seen()
+        if here is not None:
+            samples = here.global_samples + here.train_batch_size()  # as DeepSpeed counts this step itself
+            here.monitor.write_events([(f"Train/Offload/{name}", value, samples) for name, value in _figures(report)])
+
+    engine.optimizer.after_step = tell
+
+
+def _figures(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a report by name, those of tiers with the tier's."""
+    for name, value in report.items():
+        if isinstance(value, int | float) and name != "step":
+            yield name, value
+    for tier, figures in report["tiers"].items():
+        for name, value in figures.items():
+            if isinstance(value, int | float):
+                yield f"{tier}_{name}", value
 
 
 def _map_checkpoints(engine: Any) -> None:

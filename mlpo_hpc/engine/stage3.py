@@ -15,6 +15,7 @@ import atexit
 import itertools
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,6 +38,7 @@ from mlpo_hpc.state.store import Needs, Store, open_store, share_bytes
 from mlpo_hpc.state.table import Record
 from mlpo_hpc.telemetry.log import say
 from mlpo_hpc.telemetry.report import PhaseClock, StepReport
+from mlpo_hpc.telemetry.trace import Tell
 
 STOCK_CLASS = DeepSpeedZeroOptimizer_Stage3
 """DeepSpeed's own, whatever stands in its place later."""
@@ -50,6 +52,8 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
 
     translation: Translation
     """Set on a subclass for each `offload` context."""
+    after_step: Callable[[dict[str, Any]], None] | None = None
+    """Given the report of each step."""
 
     def __init__(
         self, module: torch.nn.Module, init_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
@@ -67,6 +71,7 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         self._clock = PhaseClock()
         self._reporter = StepReport()
         self._report: dict[str, Any] | None = None
+        self._tell: Tell | None = None
         if self.translation.sub_group_size is None:
             kwargs["sub_group_size"] = self._choose_subgroup_size(init_optimizer)
         super().__init__(module, init_optimizer, *args, **kwargs)
@@ -111,6 +116,9 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         store = open_store(self._config, self._node, needs)
         closing = weakref.finalize(self, store.close)
         atexit.register(closing)  # before what was registered earlier ends MPI, unlike `finalize` alone
+        if store.trace is not None:
+            self._clock.record = store.trace.track("phases")
+            self._tell = store.trace.track("compute")
         self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))
         self._offsets = list(itertools.accumulate(numels, initial=0))
         return store
@@ -227,8 +235,14 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         if self._updated:  # an overflow skips the step: the same head is in host memory still
             self._flipped = not self._flipped
             self._steps += 1
-        update_s = time.perf_counter() - begin
+        end = time.perf_counter()
+        update_s = end - begin
+        if self._store.trace is not None:
+            self._store.trace.track("phases")("update", begin, end, 0)
+            self._store.trace.flush()
         self._report = self._reporter.build(self._steps, self._clock.take(), update_s, self._store.figures())
+        if self.after_step is not None:
+            self.after_step(self._report)
 
     def _next_order(self) -> list[int]:
         return step_order(len(self.fp16_groups), self._config.order, self._flipped)
@@ -246,7 +260,11 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         return super().unscale_and_clip_grads(self._subgroup_at(position), *args)
 
     def _optimizer_step(self, position: int) -> Any:
-        return super()._optimizer_step(self._subgroup_at(position))
+        subgroup, begin = self._subgroup_at(position), time.perf_counter()
+        result = super()._optimizer_step(subgroup)
+        if self._tell is not None:
+            self._tell(f"subgroup {subgroup}", begin, time.perf_counter(), 0)
+        return result
 
     def _reassign_or_swap_out_partitioned_parameters(self, position: int) -> Any:
         return super()._reassign_or_swap_out_partitioned_parameters(self._subgroup_at(position))

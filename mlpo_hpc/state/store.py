@@ -12,7 +12,7 @@ from mlpo_hpc.cluster.memory import AUTO_FRACTION, available_bytes, total_bytes
 from mlpo_hpc.cluster.node import Node, gather_on_node
 from mlpo_hpc.cluster.sites import find_site
 from mlpo_hpc.cluster.verdict import gather, together
-from mlpo_hpc.config import OffloadConfig
+from mlpo_hpc.config import OffloadConfig, expand
 from mlpo_hpc.errors import ConfigError, TierFull, here
 from mlpo_hpc.state.cache import Pool
 from mlpo_hpc.state.containers import open_containers, pick_means
@@ -28,6 +28,7 @@ from mlpo_hpc.storage.contents import Contents
 from mlpo_hpc.storage.place import Place, find_places
 from mlpo_hpc.storage.tier import StorageTier
 from mlpo_hpc.telemetry.log import say
+from mlpo_hpc.telemetry.trace import Trace, open_trace
 
 WORKING_RECORDS = 3
 """Buffers that an order needs whose first subgroups are not in host memory: read, update, write."""
@@ -78,6 +79,7 @@ class Store:
     places: list[Place]
     facts: dict[str, dict[str, Any]]
     """What each tier is, what was decided about its tokens, and why."""
+    trace: Trace | None
     _resources: ExitStack
     _owner_pid: int = field(default_factory=os.getpid)
 
@@ -151,7 +153,8 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
         sharing = share_tiers(config, places, means, node, moves, resources)
         layout = _plan(config, node, needs, alone, sharing, places)
         tiers = _open_tiers(config, node, needs, places, means, sharing, layout, creation_hints, resources)
-        store = _assemble(config, needs, share, layout, sharing, tiers, places, resources)
+        trace = together(lambda: _open_trace(config, node, tiers, resources))
+        store = _assemble(config, needs, share, layout, sharing, tiers, places, trace, resources)
         _describe(config, node, needs, share, layout, tiers)
     return store
 
@@ -228,6 +231,20 @@ def _open_tiers(
     return tiers
 
 
+def _open_trace(config: OffloadConfig, node: Node, tiers: Sequence[StorageTier], resources: ExitStack) -> Trace | None:
+    """Begin the trace of this rank, if one is wanted, and let the lanes tell it."""
+    telemetry = config.telemetry
+    if not telemetry.trace or telemetry.dir is None:
+        return None
+    trace = open_trace(expand(telemetry.dir), node.world_rank, node.host)
+    resources.callback(trace.close)
+    resources.callback(trace.flush)
+    for tier in tiers:
+        tier.reads.meter.record = trace.track(f"{tier.name} read")
+        tier.writes.meter.record = trace.track(f"{tier.name} write")
+    return trace
+
+
 def _close_all(tiers: Sequence[StorageTier]) -> None:
     for tier in tiers:
         tier.close()
@@ -241,6 +258,7 @@ def _assemble(
     sharing: Sequence[Sharing],
     tiers: list[StorageTier],
     places: list[Place],
+    trace: Trace | None,
     resources: ExitStack,
 ) -> Store:
     pool = Pool(share)
@@ -260,7 +278,7 @@ def _assemble(
         tier.name: {**tier.container.facts(), "tokens": shared.figures()}
         for tier, shared in zip(tiers, used, strict=True)
     }
-    return Store(pipeline, scratch.view(scratch.nbytes), places, figures, resources.pop_all())
+    return Store(pipeline, scratch.view(scratch.nbytes), places, figures, trace, resources.pop_all())
 
 
 def _describe(

@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from mlpo_hpc.telemetry.trace import Tell
+
 MAX_SPANS = 65536
+LEAST_WAIT_S = 1e-4
+"""Shorter waits for a token are left out of a trace."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self.record: Tell | None = None
+        """Told of each chunk and each wait, if there is a trace."""
         self._lock = threading.Lock()
         self._nbytes = 0
         self._busy_s = 0.0
@@ -75,11 +81,16 @@ class Meter:
                 if not self._moving:
                     self._busy_s += end - self._busy_since
                 self.spans.append(Span(begin, end, arrived))
+            if self.record is not None:
+                self.record("chunk", begin, end, arrived)
 
     def waited(self, seconds: float) -> None:
         """Add time spent waiting for the token."""
         with self._lock:
             self._wait_s += seconds
+        if self.record is not None and seconds > LEAST_WAIT_S:
+            now = time.perf_counter()
+            self.record("waits for the token", now - seconds, now, 0)
 
     def figures(self) -> Figures:
         """Totals up to now."""

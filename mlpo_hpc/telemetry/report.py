@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from mlpo_hpc.telemetry.metrics import Figures
+from mlpo_hpc.telemetry.trace import Tell
 
 
 class PhaseClock:
@@ -17,6 +18,8 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.seconds = {"forward": 0.0, "backward": 0.0}
+        self.record: Tell | None = None
+        """Told of each phase, if there is a trace."""
         self._begin: dict[str, float] = {}
 
     def start(self, phase: str) -> None:
@@ -27,7 +30,10 @@ class PhaseClock:
         """A phase ends; nothing if it did not begin."""
         begin = self._begin.pop(phase, None)
         if begin is not None:
-            self.seconds[phase] += time.perf_counter() - begin
+            end = time.perf_counter()
+            self.seconds[phase] += end - begin
+            if self.record is not None:
+                self.record(phase, begin, end, 0)
 
     def take(self) -> dict[str, float]:
         """Seconds since the last call."""

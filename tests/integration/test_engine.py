@@ -240,3 +240,13 @@ def test_a_whole_state_that_does_not_fit_is_refused_by_all(tmp_path, dirs):
         assert "creating a state file failed: ENOENT" in rank["said"][1]
         assert rank["same"]
         assert rank["left"] == ["whole.h5"]
+
+
+def test_deepspeed_s_own_monitor_gets_our_figures(tmp_path, dirs):
+    found = run("monitored", 2, tmp_path, dirs=dirs, logs=str(tmp_path / "logs"))
+    folder = tmp_path / "logs" / "job"
+    for name in ("update_s", "cache_hits", "t0_write_s", "t1_bytes_read"):
+        assert (folder / f"Train_Offload_{name}.csv").exists(), sorted(path.name for path in folder.iterdir())
+    rows = (folder / "Train_Offload_bytes_read.csv").read_text().split()
+    assert [row.split(",")[0] for row in rows[1:]] == ["4", "8", "12"], "samples, as DeepSpeed counts them"
+    assert float(rows[-1].split(",")[1]) == found[0]["bytes_read"]

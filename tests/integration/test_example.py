@@ -56,6 +56,23 @@ def test_alone_it_shows_progress_a_summary_and_a_picture(tmp_path):
     assert figures[-1]["step"] == 4
 
 
+def test_a_trace_shows_phases_subgroups_and_every_chunk(tmp_path):
+    env = {"MLPO_HPC_TELEMETRY__DIR": str(tmp_path / "traces"), "MLPO_HPC_TELEMETRY__TRACE": "true"}
+    _, figures = example(tmp_path, env=env)
+    text = (tmp_path / "traces/trace.0.json").read_text()
+    found = json.loads(text.rstrip().rstrip(",") + "]")
+    rows = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    by_track = {}
+    for event in found:
+        if event["ph"] == "X":
+            by_track.setdefault(rows[event["tid"]].split(" 2")[0], []).append(event)
+    assert {"phases", "compute", "nvme read", "nvme write", "pfs read", "pfs write"} <= set(by_track)
+    names = [event["name"] for event in by_track["phases"]]
+    assert names.count("update") == names.count("forward") == names.count("backward") == 4
+    read = sum(e["args"].get("bytes", 0) for track in ("nvme read", "pfs read") for e in by_track[track])
+    assert read >= sum(step["bytes_read"] for step in figures)
+
+
 def test_kept_state_files_are_read_by_any_tool(tmp_path):
     example(tmp_path, "--keep", leaves=2)
     files = [str(path) for name in ("nvme", "pfs") for path in (tmp_path / name).glob("*.h5")]

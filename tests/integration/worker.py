@@ -257,6 +257,16 @@ def wrong_whole_state(args: Args) -> Args:
     return {"said": said, "same": same, "left": os.listdir(os.path.dirname(args["file"]))}
 
 
+def monitored(args: Args) -> Args:
+    """DeepSpeed's CSV monitor gets our figures beside its own."""
+    monitor = {"enabled": True, "output_path": args["logs"], "job_name": "job"}
+    engine = start(args, csv_monitor=monitor)
+    train(engine, 3)
+    report = engine.optimizer.offload_report()
+    engine.destroy()
+    return {"bytes_read": report["bytes_read"]}
+
+
 def stock_reads_ours(args: Args) -> Args:
     """DeepSpeed itself goes on from a checkpoint of ours, and we from one of its own."""
     first = start(args)
