@@ -221,25 +221,20 @@ def test_a_fault_in_mid_step_is_said_and_ends_the_world(what, tmp_path, dirs):
 
 
 def test_whole_state_in_one_hdf5_file_on_any_number_of_ranks(tmp_path, dirs):
-    """Bit for bit: what was saved, and what the run that goes on becomes."""
-    args = {"dirs": dirs, "file": str(tmp_path / "whole.h5")}
-    saved = run("whole_state", 2, tmp_path, saves=True, **args)
-    assert [path.name for path in tmp_path.glob("whole*")] == ["whole.h5"]
-    again = run("whole_state", 2, tmp_path, saves=False, **args)
-    assert again == saved
-    (alone,) = run("whole_state", 1, tmp_path, saves=False, **args)
-    assert (alone["there"], alone["weights"]) == (saved[0]["there"], saved[0]["weights"])
-
-
-def test_a_whole_state_that_does_not_fit_is_refused_by_all(tmp_path, dirs):
+    """Bit for bit: what was saved, what the run that goes on becomes, and what one rank reads of it."""
     (tmp_path / "files").mkdir()
-    found = run("wrong_whole_state", 2, tmp_path, dirs=dirs, file=str(tmp_path / "files" / "whole.h5"))
-    for rank in found:
+    args = {"dirs": dirs, "file": str(tmp_path / "files" / "whole.h5")}
+    saved = run("whole_state", 2, tmp_path, saves=True, **args)
+    for rank in saved:
+        assert rank["back"] == [rank["there"], rank["weights"]]
+        assert rank["again"] == rank["went_on"]
         assert "is of another model or optimizer: parameters that are here only" in rank["said"][0]
         assert "5.bias, 5.weight" in rank["said"][0]
         assert "creating a state file failed: ENOENT" in rank["said"][1]
-        assert rank["same"]
-        assert rank["left"] == ["whole.h5"]
+        assert rank["same"], "nothing is changed by what is refused"
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == ["whole.h5", "whole.h5.other"]
+    (alone,) = run("whole_state", 1, tmp_path, saves=False, **args)
+    assert (alone["there"], alone["weights"]) == (saved[0]["there"], saved[0]["weights"])
 
 
 def test_deepspeed_s_own_monitor_gets_our_figures(tmp_path, dirs):

@@ -216,7 +216,7 @@ def resume(args: Args) -> Args:
 
 
 def whole_state(args: Args) -> Args:
-    """Save as one HDF5 file, or load such a file into an engine that has gone elsewhere; then go on."""
+    """Save as one HDF5 file, go on, go back by loading it, go on again; or only load what others saved."""
     engine = start(args)
     if args["saves"]:
         train(engine, 3)
@@ -224,10 +224,13 @@ def whole_state(args: Args) -> Args:
     else:
         train(engine, 2, first=50)
         engine.optimizer.load_hdf5(args["file"])
-    there = fingerprint(engine)
-    weights = [param_sum(param) for param in engine.module.parameters()]
-    losses = train(engine, 2, first=3)
-    found = {"there": there, "weights": weights, "losses": losses, "after": fingerprint(engine)}
+    found: Args = {"there": fingerprint(engine), "weights": [param_sum(param) for param in engine.module.parameters()]}
+    if args["saves"]:
+        found["went_on"] = [train(engine, 2, first=3), fingerprint(engine)]
+        engine.optimizer.load_hdf5(args["file"])
+        found["back"] = [fingerprint(engine), [param_sum(param) for param in engine.module.parameters()]]
+        found["again"] = [train(engine, 2, first=3), fingerprint(engine)]
+        found |= refuse_wrong_files(engine, args)
     engine.destroy()
     return found
 
@@ -238,23 +241,22 @@ def param_sum(param: torch.nn.Parameter) -> int:
         return int(param.detach().view(torch.int16).to(torch.int64).sum())
 
 
-def wrong_whole_state(args: Args) -> Args:
+def refuse_wrong_files(engine: Any, args: Args) -> Args:
     """A file of another model, a folder that is missing: an error on all ranks, and nothing is changed."""
-    engine = start(args)
-    train(engine, 1)
     before = fingerprint(engine)
     said = []
     other = mlpo_hpc.initialize(model=(net := model(5)), model_parameters=net.parameters(), config=config(args))[0]
-    other.optimizer.save_hdf5(args["file"])
+    other.optimizer.save_hdf5(f"{args['file']}.other")
     other.destroy()
-    for call, path in ((engine.optimizer.load_hdf5, args["file"]), (engine.optimizer.save_hdf5, "/nowhere/x.h5")):
+    for call, path in (
+        (engine.optimizer.load_hdf5, f"{args['file']}.other"),
+        (engine.optimizer.save_hdf5, "/nowhere/x.h5"),
+    ):
         try:
             call(path)
         except mlpo_hpc.MlpoError as error:
             said.append(str(error))
-    same = fingerprint(engine) == before
-    engine.destroy()
-    return {"said": said, "same": same, "left": os.listdir(os.path.dirname(args["file"]))}
+    return {"said": said, "same": fingerprint(engine) == before}
 
 
 def monitored(args: Args) -> Args:
