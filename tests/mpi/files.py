@@ -490,7 +490,8 @@ def test_a_rank_that_fails_in_a_bulk_call_leaves_nobody_waiting(world: MPI.Intra
             with patch.object(state_file._Records, "values", fail), pytest.raises(StorageError, match="no luck"):
                 call(path, collective)
         engine.optimizer.load_hdf5(path, collective)  # nothing is broken by it
-        writing = patch.object(FileContainer, "_write", cannot_write) if last else ExitStack()
+        # The first rank: one alone on its node may have all of its state in memory.
+        writing = patch.object(FileContainer, "_write", cannot_write) if world.rank == 0 else ExitStack()
         with writing, pytest.raises(StorageError, match="the state was not loaded(.|\n)*disk is full"):
             engine.optimizer.load_hdf5(path, collective)
         engine.destroy()
