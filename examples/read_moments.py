@@ -5,11 +5,13 @@ python examples/read_moments.py PARAMETER FILE...      the files of all nodes, a
 
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import h5py
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from mlpo_hpc.storage.hdf5 import open_for_reading
 from mlpo_hpc.storage.index import newest
 
 
@@ -48,5 +50,7 @@ def read(name: str, files: Iterable[h5py.File]) -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    for vector, values in read(sys.argv[1], [h5py.File(path) for path in sys.argv[2:]]).items():
+    with ExitStack() as opened:
+        state = read(sys.argv[1], [opened.enter_context(open_for_reading(path)) for path in sys.argv[2:]])
+    for vector, values in state.items():
         print(f"{vector:12} {values.shape}  mean {values.mean():.3e}  largest {np.abs(values).max():.3e}")

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar, cast
 
 from mlpo_hpc.cluster.launch import find_launcher
-from mlpo_hpc.errors import MlpoError, here
+from mlpo_hpc.errors import MlpoError, StorageError, here
 
 T = TypeVar("T")
 
@@ -148,3 +148,22 @@ def _work(rank: int, size: int, pipe: Connection, action: Callable[[Ranks], Any]
     except MlpoError:
         if rank == 0:
             raise  # of the others the first one tells
+
+
+def each(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Collective over `ranks`. What this rank did.
+
+    Raises
+    ------
+    StorageError
+        If one failed: the first failing rank's, on all.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except StorageError as error:
+        failure = error
+    failed = [theirs for theirs in ranks.allgather(failure) if theirs is not None]
+    if failed:
+        raise failed[0]
+    return cast(T, result)

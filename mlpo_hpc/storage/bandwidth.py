@@ -7,13 +7,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
 
-from mlpo_hpc.cluster.crowd import Ranks
-from mlpo_hpc.errors import StorageError
+from mlpo_hpc.cluster.crowd import Ranks, each
 from mlpo_hpc.storage.probe import Probe, open_probe
-
-T = TypeVar("T")
 
 CROWDS = ("alone", "at once")
 LOADS = {"read": (1, 0), "write": (0, 1), "both": (1, 1)}
@@ -112,22 +108,3 @@ def _rate(ranks: Ranks, probe: Probe, counts: list[int]) -> float:
         if num_pieces:
             rates.append(num_pieces * probe.chunk_bytes / max(1e-9, took_s))
     return min(rates)
-
-
-def each(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Collective over `ranks`. What this rank did.
-
-    Raises
-    ------
-    StorageError
-        If one failed: the first failing rank's, on all.
-    """
-    result, failure = None, None
-    try:
-        result = action()
-    except StorageError as error:
-        failure = error
-    failed = [theirs for theirs in ranks.allgather(failure) if theirs is not None]
-    if failed:
-        raise failed[0]
-    return cast(T, result)

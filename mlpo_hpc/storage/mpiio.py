@@ -58,10 +58,10 @@ class MpiFile(Transport):
             # There pages stay until all of the file is committed.
             self._is_nfs = describe(path).type.startswith("nfs")
             self._reading, self._writing = self._open(hints), self._open(hints)
-        except OSError as error:
-            raise storage_error("opening the state file", path, error) from error
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                raise storage_error("opening the state file", path, error) from error
             raise
 
     def _open(self, hints: Mapping[str, str] | None) -> Any:

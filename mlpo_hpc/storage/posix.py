@@ -9,6 +9,8 @@ import mmap
 import os
 import uuid
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from mlpo_hpc.errors import CorruptState, StorageError, here, storage_error
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, FileContainer, Transport
@@ -126,9 +128,14 @@ def write_out(fd: int, offset: int, size_bytes: int, path: str) -> None:
         raise storage_error("syncing the state file", path, OSError(code, os.strerror(code)))
 
 
+@cache
+def _of_c_library() -> Any:
+    return getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+
+
 def _sync_file_range(fd: int, offset: int, size_bytes: int, flags: int) -> int:
     """Call the C library; 0, or the number of the error."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    call = _of_c_library()
     if call is None:
         return errno.ENOSYS
     done = call(fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), ctypes.c_uint(flags))

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mlpo_hpc.cluster.crowd import Ranks
+from mlpo_hpc.cluster.crowd import Ranks, each
 from mlpo_hpc.errors import StorageError, storage_error
 from mlpo_hpc.storage.probe import Probe, open_probe
 from mlpo_hpc.storage.striping import Component, StripeLayout, set_layout
@@ -78,17 +78,18 @@ def try_layout(
     room_bytes : int
         Space that all ranks together may take.
     """
-    with ExitStack() as endings:
-        folder = _first(ranks, lambda: endings.enter_context(_folder(directory, layout)))
-        if isinstance(folder, StorageError):
-            return Result(layout, error=str(folder))
-        with ExitStack() as files:
-            path, room = folder, room_bytes // ranks.size
-            probes = _each(ranks, lambda: _open(path, num_writers, room, files))
-            failed = isinstance(probes, StorageError)
-            result = Result(layout, error=str(probes)) if failed else _measure(layout, ranks, probes, seconds)
-        ranks.allgather(None)  # all have closed their files: the folder can go
-        return result
+    try:
+        with ExitStack() as endings:
+            made = each(ranks, lambda: endings.enter_context(_folder(directory, layout)) if ranks.rank == 0 else "")
+            path, room = str(ranks.bcast(made)), room_bytes // ranks.size
+            try:
+                with ExitStack() as files:
+                    probes = each(ranks, lambda: _open(path, num_writers, room, files))
+                    return _measure(layout, ranks, probes, seconds)
+            finally:
+                ranks.allgather(None)  # all have closed their files: the folder can go
+    except StorageError as error:
+        return Result(layout, error=str(error))
 
 
 @contextmanager
@@ -115,16 +116,12 @@ def _measure(layout: StripeLayout | None, ranks: Ranks, probes: list[Probe], sec
         _all(probes, Probe.fill)
         return time.perf_counter() - begin
 
-    filled_s = _each(ranks, fill)
-    if isinstance(filled_s, StorageError):
-        return Result(layout, error=str(filled_s))
+    filled_s = each(ranks, fill)
     count = max(probe.num_filled for probe in probes)
     pieces = max(count, round(count * seconds / max(1e-3, max(ranks.allgather(filled_s)))))
     rates = []
     for reads, writes in ((0, pieces), (pieces, 0)):
-        took_s = _each(ranks, lambda reads=reads, writes=writes: _timed(probes, reads, writes))  # type: ignore[misc]
-        if isinstance(took_s, StorageError):
-            return Result(layout, error=str(took_s))
+        took_s = each(ranks, lambda reads=reads, writes=writes: _timed(probes, reads, writes))  # type: ignore[misc]
         nbytes = sum(ranks.allgather(sum(pieces * probe.chunk_bytes for probe in probes)))
         rates.append(nbytes / max(ranks.allgather(took_s)))
     return Result(layout, rates[0], rates[1])
@@ -139,22 +136,3 @@ def _timed(probes: list[Probe], reads: int, writes: int) -> float:
 def _all(probes: list[Probe], action: Callable[[Probe], Any]) -> None:
     with ThreadPoolExecutor(len(probes)) as pool:
         list(pool.map(action, probes))
-
-
-def _first(ranks: Ranks, action: Callable[[], str]) -> str | StorageError:
-    """Collective over `ranks`. What the first one did, or its error, for all."""
-    return ranks.bcast(_caught(action) if ranks.rank == 0 else None)  # type: ignore[no-any-return]
-
-
-def _each(ranks: Ranks, action: Callable[[], Any]) -> Any:
-    """Collective over `ranks`. What this rank did, or the first rank's error that failed, for all."""
-    mine = _caught(action)
-    failed = [theirs for theirs in ranks.allgather(mine if isinstance(mine, StorageError) else None) if theirs]
-    return failed[0] if failed else mine
-
-
-def _caught(action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except StorageError as error:
-        return error

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from mlpo_hpc.cli import main
-from mlpo_hpc.cluster.crowd import Alone, Local, run_together
+from mlpo_hpc.cluster.crowd import Alone, Local, each, run_together
 from mlpo_hpc.config import load
 from mlpo_hpc.errors import MlpoError, StorageError
 from mlpo_hpc.storage import bandwidth
-from mlpo_hpc.storage.bandwidth import Bandwidth, each, measure_bandwidth
+from mlpo_hpc.storage.bandwidth import Bandwidth, measure_bandwidth
 from mlpo_hpc.storage.probe import Probe
 from tests.containers import MemoryContainer
 from tests.standin import DriveContainer, SharedDrive
