@@ -215,12 +215,14 @@ class OffloadConfig(Section):
     """Storage tiers. ``[]``: host memory only. Absent: two directories under ``$TMPDIR``."""
     host_memory: ByteSize | Literal["auto"] = "auto"
     """Bytes per **node** for buffers and cache together, shared by its ranks."""
-    state_format: Literal["auto", "fp32"] = "auto"
-    """How state is laid out in bytes."""
+    state_format: Literal["auto", "fp32", "split"] = "auto"
+    """How state is laid out in bytes. ``fp32``: 12 bytes a parameter for Adam; ``split``: 10, without loss, for
+    models in bf16; ``auto``: ``split`` where it can be used and no container is kept."""
     order: Literal["alternate", "sequential"] = "alternate"
     """Order of subgroups from step to step."""
-    placement: Literal["proportional"] | Static = "proportional"
-    """Which tier a chunk is written to."""
+    placement: Literal["adaptive", "proportional"] | Static = "adaptive"
+    """Which tier a chunk is written to. ``adaptive``: by what each gives now; ``proportional``: by what was
+    measured or given at the start."""
     prefetch: int | Literal["auto"] = "auto"
     """How many subgroups are read ahead at most; ``auto``: as many as memory holds."""
     tokens: Tokens = Tokens()

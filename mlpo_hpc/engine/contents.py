@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlpo_hpc.engine.update import BoundState
-from mlpo_hpc.state.codec import fp32
+from mlpo_hpc.state.codec.fp32 import stride_items
 from mlpo_hpc.storage.contents import Contents, Piece, RecordForm
 
 MASTER = "fp32"
@@ -25,8 +25,9 @@ def describe_contents(state: BoundState, groups: Sequence[Sequence[Any]], names:
     names : mapping
         Parameter to name.
     """
+    codec = state.records.codec
     forms = [
-        RecordForm(numel, fp32.stride_items(numel), (MASTER, *spec.vectors))
+        RecordForm(numel, stride_items(numel), (MASTER, *spec.vectors) if codec == "fp32" else (*spec.vectors, MASTER))
         for numel, spec in zip(state.numels, state.specs, strict=True)
     ]
     pieces: list[Piece] = []
@@ -36,7 +37,7 @@ def describe_contents(state: BoundState, groups: Sequence[Sequence[Any]], names:
             name = names.get(param, f"unnamed.{subgroup}.{place}")
             pieces.append(_piece(param, name, subgroup, begin))
             begin += int(param.partition_numel())
-    return Contents("fp32", tuple(forms), tuple(pieces))
+    return Contents(codec, tuple(forms), tuple(pieces))
 
 
 def _piece(param: Any, name: str, subgroup: int, begin: int) -> Piece:

@@ -39,7 +39,8 @@ class NativeCheckpoint:
         copies = self._copy_all()
         masters = self.fp32_partitioned_groups_flat
         for subgroup, master in enumerate(masters):
-            self._state.bind(subgroup, copies[subgroup], self.optimizer, master)
+            vectors = self._state.records.plain_vectors(subgroup, copies[subgroup])
+            self._state.bind(subgroup, vectors, self.optimizer, master)
         try:
             state_dict: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
             state_dict[FP32_FLAT_GROUPS] = [master.detach() for master in masters]
@@ -51,25 +52,29 @@ class NativeCheckpoint:
 
     def _copy_all(self) -> list[memoryview]:
         """A copy of every record that stays valid while it is referred to, outside the budget and outside RAM."""
-        pipeline = self._store.pipeline
+        pipeline, records = self._store.pipeline, self._state.records
         num_subgroups = len(self._state.numels)
-        if not pipeline.tiers:
+        if not pipeline.tiers and records.codec == "fp32":
             return [self._look(subgroup) for subgroup in range(num_subgroups)]
         on_disk = [place for place in self._store.places if not place.filesystem.is_memory] or self._store.places
         roomiest = max(on_disk, key=lambda place: describe(place.path).free_bytes)
-        slot_bytes = max(self._state.nbytes(i) for i in range(num_subgroups))
+        slot_bytes = max(records.most_bytes(i) for i in range(num_subgroups))
         file = open_unnamed(roomiest.path, slot_bytes * num_subgroups)
         try:
             for subgroup in range(num_subgroups):
                 record = pipeline.get(subgroup)
+                before_bytes = len(record)
                 try:
+                    records.decode(subgroup, record)
+                    record = records.make_plain(subgroup, record, pipeline.resize)
                     file.write(subgroup * slot_bytes, record)
-                finally:
-                    pipeline.put(subgroup, dirty=False)
+                    records.encode(subgroup, record, pipeline.resize)
+                finally:  # of another size it is not what the tiers have
+                    pipeline.put(subgroup, dirty=pipeline.table[subgroup].nbytes != before_bytes)
             mapped = memoryview(mmap.mmap(file.fd, 0))
         finally:
             file.close()
-        return [mapped[i * slot_bytes : i * slot_bytes + self._state.nbytes(i)] for i in range(num_subgroups)]
+        return [mapped[i * slot_bytes : i * slot_bytes + records.most_bytes(i)] for i in range(num_subgroups)]
 
     def _look(self, subgroup: int) -> memoryview:
         record = self._store.pipeline.get(subgroup)
@@ -110,26 +115,31 @@ class NativeCheckpoint:
 
     def _overwrite(self, subgroup: int, weights: torch.Tensor, state: dict[str, Any] | None) -> None:
         """Set master weights and state, and the 16-bit weights from them."""
-        record = self._store.pipeline.get(subgroup)
+        pipeline = self._store.pipeline
+        record = pipeline.get(subgroup)
         try:
             self._state.restore(subgroup, record, weights, state)
-            self._set_weights(subgroup, record)
+            self._set_weights(subgroup, self._state.records.vectors(subgroup, record)[0])
+            self._state.records.encode(subgroup, record, pipeline.resize)
         finally:
-            self._store.pipeline.put(subgroup)
+            pipeline.put(subgroup)
 
-    def _set_weights(self, subgroup: int, record: memoryview) -> None:
-        """Set the 16-bit weights from the master weights."""
+    def _set_weights(self, subgroup: int, values: torch.Tensor) -> None:
+        """Set the 16-bit weights from master weights."""
         master = self.fp32_partitioned_groups_flat[subgroup]
         try:
-            self._state.bind(subgroup, record, self.optimizer, master)
+            master.data = values
             self._reassign_or_swap_out_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
         finally:
             self._state.forget(self.optimizer, master)
 
     def _restore_from_bit16_weights(self) -> None:
+        pipeline = self._store.pipeline
         for subgroup, weights in enumerate(self.fp16_partitioned_groups_flat):
-            self._state.restore(subgroup, self._store.pipeline.get(subgroup), weights, None)
-            self._store.pipeline.put(subgroup)
+            record = pipeline.get(subgroup)
+            self._state.restore(subgroup, record, weights, None)
+            self._state.records.encode(subgroup, record, pipeline.resize)
+            pipeline.put(subgroup)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         """Universal checkpoints cannot be loaded yet."""

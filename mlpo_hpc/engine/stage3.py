@@ -27,6 +27,7 @@ from mlpo_hpc.cluster.node import find_node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.engine.contents import describe_contents
 from mlpo_hpc.engine.native_checkpoint import NativeCheckpoint
+from mlpo_hpc.engine.records import Part, Records, wants_split
 from mlpo_hpc.engine.state_file import StateFile
 from mlpo_hpc.engine.translate import Translation
 from mlpo_hpc.engine.update import BoundState, StateSpec, probe_optimizer
@@ -36,6 +37,7 @@ from mlpo_hpc.state.codec.fp32 import ITEM_BYTES
 from mlpo_hpc.state.layout import choose_subgroup_size
 from mlpo_hpc.state.store import Needs, Store, open_store, share_bytes
 from mlpo_hpc.state.table import Record
+from mlpo_hpc.storage.base import round_up
 from mlpo_hpc.telemetry.log import say
 from mlpo_hpc.telemetry.report import PhaseClock, StepReport
 from mlpo_hpc.telemetry.trace import Tell
@@ -92,7 +94,8 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     def _create_fp32_partitions(self) -> None:
         specs = together(self._probe)
         numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-        self._state = BoundState([specs[self.sub_group_to_group_id[i]] for i in range(len(numels))], numels)
+        of_subgroups = [specs[self.sub_group_to_group_id[i]] for i in range(len(numels))]
+        self._state = BoundState(of_subgroups, self._make_records(numels, of_subgroups))
         self._store = self._open_store(numels)
         self.optimizer_swapper = self  # the base hands the new partitions to `initialize_parameters`
         try:
@@ -100,6 +103,17 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         except BaseException:
             self._store.close()
             raise
+
+    def _make_records(self, numels: list[int], specs: list[StateSpec]) -> Records:
+        types = {flat.dtype for flat in self.fp16_partitioned_groups_flat}
+        num_vectors = [spec.num_vectors for spec in specs]
+        if not together(lambda: wants_split(self._config, types)):
+            return Records(numels, num_vectors)
+        parts = [
+            [Part(self.param_names.get(param, "?"), int(param.partition_numel())) for param in params]
+            for params in self.fp16_groups
+        ]
+        return Records(numels, num_vectors, parts, lambda subgroup: self.fp16_partitioned_groups_flat[subgroup])
 
     def _probe(self) -> list[StateSpec]:
         """What the optimizer keeps, by parameter group; refuses what `translate` cannot see in a configuration."""
@@ -110,9 +124,11 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         return [probe_optimizer(self.optimizer, group) for group in self.optimizer.param_groups]
 
     def _open_store(self, numels: list[int]) -> Store:
-        records = [Record(self._label(i), self._state.nbytes(i)) for i in range(len(numels))]
+        held = self._state.records
+        records = [Record(self._label(i), held.nbytes(i), most_bytes=held.most_bytes(i)) for i in range(len(numels))]
         self._contents = describe_contents(self._state, self.fp16_groups, self.param_names)
-        needs = Needs(records, max(numels) * ITEM_BYTES, self._later_bytes(sum(numels)), self._contents)
+        gradient_bytes = round_up(max(numels) * ITEM_BYTES)
+        needs = Needs(records, gradient_bytes + held.master_bytes, self._later_bytes(sum(numels)), self._contents)
         store = open_store(self._config, self._node, needs)
         closing = weakref.finalize(self, store.close)
         atexit.register(closing)  # before what was registered earlier ends MPI, unlike `finalize` alone
@@ -120,6 +136,7 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
             self._clock.record = store.trace.track("phases")
             self._tell = store.trace.track("compute")
         self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))
+        held.lend(store.scratch[gradient_bytes:])
         self._offsets = list(itertools.accumulate(numels, initial=0))
         return store
 
@@ -146,7 +163,9 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         pipeline = self._store.pipeline
         pipeline.plan(fill)
         for subgroup in fill:
-            self._state.create(subgroup, pipeline.create(subgroup), src_tensors[subgroup])
+            record = pipeline.create(subgroup)
+            self._state.create(subgroup, record, src_tensors[subgroup])
+            self._state.records.encode(subgroup, record, pipeline.resize)
             pipeline.put(subgroup)
 
     def initialize_optimizer_states(self) -> None:
@@ -227,6 +246,7 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         self._updated = 0
         self._in_step = True
         begin = time.perf_counter()
+        found_bytes = self._store.pipeline.resident_bytes()
         try:
             self._store.write_index(self._steps)
             super().step(closure)
@@ -240,7 +260,7 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         if self._store.trace is not None:
             self._store.trace.track("phases")("update", begin, end, 0)
             self._store.trace.flush()
-        self._report = self._reporter.build(self._steps, self._clock.take(), update_s, self._store.figures())
+        self._report = self._reporter.build(self._steps, self._clock.take(), update_s, self._store.figures(found_bytes))
         if self.after_step is not None:
             self.after_step(self._report)
 
@@ -282,7 +302,7 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         record = self._store.pipeline.get(sub_group_id)
         master = self.fp32_partitioned_groups_flat[sub_group_id]
         self._bound[sub_group_id] = record
-        self._state.bind(sub_group_id, record, self.optimizer, master)
+        self._state.bind(sub_group_id, self._state.records.decode(sub_group_id, record), self.optimizer, master)
         if getattr(self, "grad_partitions_flat_buffer", None) is not None:
             gradient = self._gradient.narrow(0, 0, master.numel())
             gradient.copy_(self._slice(sub_group_id))
@@ -309,8 +329,10 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         self._give_back(sub_group_id, dirty=write_opt_state)
 
     def _give_back(self, subgroup: int, dirty: bool) -> None:
-        master = self.fp32_partitioned_groups_flat[subgroup]
-        self._state.unbind(subgroup, self._bound.pop(subgroup), self.optimizer, master)
+        master, record = self.fp32_partitioned_groups_flat[subgroup], self._bound.pop(subgroup)
+        self._state.unbind(subgroup, record, self.optimizer, master)
+        if dirty:
+            self._state.records.encode(subgroup, record, self._store.pipeline.resize)
         self._store.pipeline.put(subgroup, dirty)
 
     def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: Any = None) -> Any:
@@ -328,6 +350,10 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         return partition, subgroup
 
     # ---- figures and the end --------------------------------------------------------------
+
+    def offload_flush(self) -> None:
+        """Wait until nothing of this rank is on its way to or from a tier."""
+        self._store.pipeline.flush()
 
     def offload_report(self) -> dict[str, Any]:
         """Figures of the last step; see `StepReport.build` for the keys.

@@ -14,6 +14,7 @@ import torch
 
 from mlpo_hpc.cluster.node import Node, mpi_obstacle, start_mpi
 from mlpo_hpc.cluster.verdict import gather, raise_together, together
+from mlpo_hpc.engine.contents import MASTER
 from mlpo_hpc.errors import ConfigError, MpiMismatch, here, storage_error
 from mlpo_hpc.storage.bulk import Box, OffsetFile, Parameter, SlabFile, boxes, create
 from mlpo_hpc.storage.contents import Contents, Piece
@@ -37,6 +38,7 @@ class StateFile:
     _state: BoundState
     _node: Node
     _contents: Contents
+    _set_weights: Callable[[int, torch.Tensor], None]
 
     def save_hdf5(self, path: str, collective: bool = False) -> None:
         """Collective over the training world. Save master weights and optimizer state by parameter name.
@@ -98,7 +100,7 @@ class StateFile:
         if not any(gather(failure is not None)):
             failure = self._move_all(file.read, wanted, [contents for contents, _ in everyone], collective, True)
         self._at_rest(lambda: _close(file, failure), LOADING)
-        together(lambda: self._refresh_weights({name: found.scalars for name, found in (there or {}).items()}), LOADING)
+        together(lambda: self._set_all_scalars({name: found.scalars for name, found in (there or {}).items()}), LOADING)
         persistent = self.persistent_parameters  # type: ignore[attr-defined]
         if persistent:  # small ones that every rank holds whole
             persistent[0].partition(persistent)
@@ -158,18 +160,10 @@ class StateFile:
             found[piece.name] = {key: float(value) for key, value in scalars.items() if _is_number(value)}
         return found
 
-    def _refresh_weights(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
-        """Take the scalars, and the 16-bit weights from the new master weights."""
+    def _set_all_scalars(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
         for piece in self._contents.pieces:
             if scalars[piece.name]:
                 self._state.set_scalars(piece.subgroup, scalars[piece.name])
-        pipeline = self._store.pipeline
-        for subgroup in range(len(self._state.numels)):
-            record = pipeline.get(subgroup)
-            try:
-                self._set_weights(subgroup, record)  # type: ignore[attr-defined]
-            finally:
-                pipeline.put(subgroup, dirty=False)
 
 
 class _Records:
@@ -180,24 +174,33 @@ class _Records:
         self._writes = writes
         self._subgroup: int | None = None
         self._vectors: dict[str, torch.Tensor] = {}
+        self._record = memoryview(b"")
 
     def values(self, piece: Piece, vector: str, box: Box) -> np.ndarray:
         """A view of a block's items in the record."""
         if piece.subgroup != self._subgroup:
             self.give_back()
-            record = self._engine._store.pipeline.get(piece.subgroup)
+            self._record = self._engine._store.pipeline.get(piece.subgroup)
             self._subgroup = piece.subgroup
-            names = self._engine._contents.records[piece.subgroup].vectors
-            self._vectors = dict(zip(names, self._engine._state.vectors(piece.subgroup, record), strict=True))
+            state = self._engine._state
+            vectors = state.records.decode(piece.subgroup, self._record)
+            self._vectors = dict(zip((MASTER, *state.specs[piece.subgroup].vectors), vectors, strict=True))
         begin = piece.begin + box.first - piece.first
         return self._vectors[vector].narrow(0, begin, box.numel).numpy()
 
     def give_back(self) -> None:
         """Hand the record back."""
-        self._vectors = {}
+        vectors, self._vectors = self._vectors, {}
         subgroup, self._subgroup = self._subgroup, None
-        if subgroup is not None:
-            self._engine._store.pipeline.put(subgroup, dirty=self._writes)
+        if subgroup is None:
+            return
+        pipeline = self._engine._store.pipeline
+        try:
+            if self._writes:
+                self._engine._set_weights(subgroup, vectors[MASTER])
+                self._engine._state.records.encode(subgroup, self._record, pipeline.resize)
+        finally:
+            pipeline.put(subgroup, dirty=self._writes)
 
 
 def _blocks(piece: Piece | None) -> Iterator[Box]:

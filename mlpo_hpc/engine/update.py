@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from mlpo_hpc.engine.records import Records
 from mlpo_hpc.errors import UnsupportedError
-from mlpo_hpc.state.codec import fp32
 
 PROBE_NUMEL = 8
 
@@ -93,33 +93,28 @@ class BoundState:
     ----------
     specs : list of StateSpec
         Of each subgroup.
-    numels : list of int
-        Items of each subgroup.
+    records : Records
+        What holds them.
     """
 
-    def __init__(self, specs: list[StateSpec], numels: list[int]) -> None:
+    def __init__(self, specs: list[StateSpec], records: Records) -> None:
         self.specs = specs
-        self.numels = numels
+        self.records = records
+        self.numels = records.numels
         self._scalars: list[dict[str, Any] | None] = [_initial_scalars(spec) for spec in specs]
-
-    def nbytes(self, subgroup: int) -> int:
-        """Bytes of a subgroup's record."""
-        return fp32.record_bytes(self.numels[subgroup], self.specs[subgroup].num_vectors)
-
-    def vectors(self, subgroup: int, record: memoryview) -> list[torch.Tensor]:
-        """Master weights and state vectors of a record."""
-        return fp32.vectors(record, self.numels[subgroup], self.specs[subgroup].num_vectors)
 
     def create(self, subgroup: int, record: memoryview, weights: torch.Tensor) -> None:
         """Write the first state: master weights from the 16-bit ones, everything else zero."""
-        master, *rest = self.vectors(subgroup, record)
+        master, *rest = self.records.vectors(subgroup, record)
         master.copy_(weights.detach().reshape(-1))
         for vector in rest:
             vector.zero_()
 
-    def bind(self, subgroup: int, record: memoryview, optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
-        """Let the optimizer's parameter and state point into the record."""
-        data, *rest = self.vectors(subgroup, record)
+    def bind(
+        self, subgroup: int, vectors: list[torch.Tensor], optimizer: torch.optim.Optimizer, master: torch.Tensor
+    ) -> None:
+        """Let the optimizer's parameter and state be the vectors of a record."""
+        data, *rest = vectors
         master.data = data
         scalars = self._scalars[subgroup]
         if scalars is not None:
@@ -129,7 +124,7 @@ class BoundState:
 
     def unbind(self, subgroup: int, record: memoryview, optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
         """Take the state back: vectors that the optimizer made anew go into the record."""
-        _, *rest = self.vectors(subgroup, record)
+        _, *rest = self.records.vectors(subgroup, record)
         state = optimizer.state.pop(master, None)
         if state:
             slots = dict(zip(self.specs[subgroup].vectors, rest, strict=True))
@@ -152,7 +147,7 @@ class BoundState:
 
     def restore(self, subgroup: int, record: memoryview, weights: torch.Tensor, state: dict[str, Any] | None) -> None:
         """Write state from a checkpoint into a record. Without `state` only the master weights."""
-        master, *rest = self.vectors(subgroup, record)
+        master, *rest = self.records.vectors(subgroup, record)
         master.copy_(weights.detach().reshape(-1))
         if state is None:
             return

@@ -1,4 +1,4 @@
-"""Host memory: exact-size buffers from one accounted pool, and which subgroups stay in it."""
+"""Host memory: one accounted budget, buffers whose parts come and go, and which subgroups stay in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Buffer:
-    """Page-aligned private memory of a given size, zero when new."""
+    """Page-aligned private memory of a given size, zero when new. It takes room only where it is used."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -19,6 +19,10 @@ class Buffer:
     def view(self, nbytes: int) -> memoryview:
         """The first bytes. Memory is unmapped when the buffer and its last view are gone."""
         return memoryview(self._map)[:nbytes]
+
+    def discard(self, part: slice) -> None:
+        """Give the pages of a part back to the system; it reads as zeros from then on."""
+        self._map.madvise(mmap.MADV_DONTNEED, part.start, part.stop - part.start)
 
 
 class Pool:
@@ -34,39 +38,28 @@ class Pool:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
+        self.used_bytes = 0
         self.peak_bytes = 0
-        self._used_bytes = 0
-        self._free: list[Buffer] = []
 
     @property
-    def allocated_bytes(self) -> int:
-        """Memory held now, in use or free for reuse."""
-        return self._used_bytes + sum(buffer.nbytes for buffer in self._free)
+    def free_bytes(self) -> int:
+        """What may still be taken."""
+        return self.budget_bytes - self.used_bytes
 
-    def acquire(self, nbytes: int) -> Buffer | None:
-        """A buffer of exactly `nbytes`, or None if the budget does not allow one now."""
-        buffer = self._reuse(nbytes) or self._allocate(nbytes)
-        if buffer is not None:
-            self._used_bytes += buffer.nbytes
-            self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return buffer
+    def take(self, nbytes: int) -> bool:
+        """Count memory as used; False if the budget does not allow it now."""
+        if nbytes > self.free_bytes:
+            return False
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return True
 
-    def release(self, buffer: Buffer) -> None:
-        """Take a buffer back; its memory stays for reuse."""
-        self._used_bytes -= buffer.nbytes
-        self._free.append(buffer)
+    def give(self, nbytes: int) -> None:
+        """Count memory as free again."""
+        self.used_bytes -= nbytes
 
-    def _reuse(self, nbytes: int) -> Buffer | None:
-        for index, buffer in enumerate(self._free):
-            if buffer.nbytes == nbytes:
-                return self._free.pop(index)
-        return None
-
-    def _allocate(self, nbytes: int) -> Buffer | None:
-        if self._used_bytes + nbytes > self.budget_bytes:
-            return None
-        while self.allocated_bytes + nbytes > self.budget_bytes:
-            self._free.pop()
+    def reserve(self, nbytes: int) -> Buffer:
+        """A buffer of which nothing is used yet; whoever uses a part of it takes room for that before."""
         return Buffer(nbytes)
 
 

@@ -43,7 +43,11 @@ def pick_chunk_bytes(sizes: Sequence[int], largest_bytes: int) -> int:
 
 
 def lay_out(
-    sizes: Sequence[int], largest_chunk_bytes: int, weights: Sequence[float], room_bytes: Sequence[int]
+    sizes: Sequence[int],
+    largest_chunk_bytes: int,
+    weights: Sequence[float],
+    room_bytes: Sequence[int],
+    free: bool = False,
 ) -> Layout:
     """Divide the slots for all subgroups, and for new copies in flight, among the tiers.
 
@@ -57,6 +61,9 @@ def lay_out(
         Share of each tier.
     room_bytes : sequence of int
         What this rank may use on each tier.
+    free : bool
+        Whether the share of a tier may change later: each gets slots for all, as far as it has room. Slots that
+        are not used take no space.
 
     Raises
     ------
@@ -68,6 +75,8 @@ def lay_out(
     num_slots = sum(chunks) + SPARE_RECORDS * max(chunks)
     limits = [room // chunk_bytes for room in room_bytes]
     slots = divide_slots(num_slots, weights, limits)
+    if slots is not None and free:
+        slots = [min(limit, num_slots) for limit in limits]
     if slots is None:
         raise TierFull(f"needs {num_slots * chunk_bytes:,} bytes on its tiers, which have room for {sum(room_bytes):,}")
     return Layout(chunk_bytes, slots)

@@ -3,27 +3,32 @@
 One main thread calls `begin`, `get` and `put`; the I/O threads of the tiers report each chunk.
 All bookkeeping is under one lock; no transfer, checksum or update runs under it.
 
-A subgroup is either on the tiers only, or *resident* in a buffer of the pool:
+A subgroup is on the tiers only, or *resident*: all of its chunks or some of them are in host memory.
 
-    reading --> host --> in use --> host (kept)
+    reading --> host --> in use --> host (kept: neither written nor read)
                   ^                   |
-                  +---- writing <-----+ --> on the tiers only, its buffer free
+                  +---- writing <-----+     its chunks leave memory one by one, when memory is wanted
+                                            for something that is used sooner
+
+The orders of this step and of the following one are one sequence. What is used next is read as far ahead
+as memory goes, across the end of the step too, so that neither the storage nor the update waits
+for the other there.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from mlpo_hpc.errors import MlpoError, here
-from mlpo_hpc.state.cache import Buffer, Pool, keep_suffix
-from mlpo_hpc.state.placement import choose
+from mlpo_hpc.state.cache import Pool, keep_suffix
+from mlpo_hpc.state.placement import Placement
 from mlpo_hpc.state.resident import Phase, Resident
-from mlpo_hpc.state.table import Chunk, Table
+from mlpo_hpc.state.table import Table
 from mlpo_hpc.state.watch import Watch
+from mlpo_hpc.state.write_behind import WriteBehind
 from mlpo_hpc.storage.index import Held
 from mlpo_hpc.storage.lane import Job
 from mlpo_hpc.storage.tier import StorageTier
@@ -48,8 +53,8 @@ class Pipeline:
         The rank's host memory.
     tiers : list of StorageTier
         Owned; may be empty if all state fits in host memory.
-    weights : sequence of float
-        Placement weight of each tier.
+    placement : Placement
+        Which tier a chunk is written to.
     reserve_bytes : int
         Host memory not used for keeping state from step to step: the working buffers of an
         order whose head is not what the last step kept.
@@ -64,7 +69,7 @@ class Pipeline:
         table: Table,
         pool: Pool,
         tiers: list[StorageTier],
-        weights: Sequence[float],
+        placement: Placement,
         reserve_bytes: int = 0,
         prefetch: int | None = None,
         timeout_s: float = 1800.0,
@@ -73,24 +78,25 @@ class Pipeline:
         self.pool = pool
         self.tiers = tiers
         self.counts = Counts()
-        self._weights = weights
-        self._prefetch = len(table) if prefetch is None else prefetch
+        self._prefetch = 2 * len(table) if prefetch is None else prefetch
         self._watch = Watch(timeout_s, self._queues)
+        self._writer = WriteBehind(table, tiers, placement, self._watch, self._after_write)
         self._residents: dict[int, Resident] = {}
-        self._unplaced: deque[tuple[int, int]] = deque()
-        self._keep_bytes = pool.budget_bytes - pool.allocated_bytes - reserve_bytes
+        self._awaited: int | None = None
+        self._keep_bytes = pool.free_bytes - reserve_bytes
         self.plan(list(range(len(table))))
 
     def plan(self, order: Sequence[int], following: Sequence[int] | None = None) -> None:
         """Set the order in which subgroups come, and the one after it (by default the reverse)."""
         with self._watch:
-            self._order = list(order)
+            then = list(reversed(order)) if following is None else following
+            self._upcoming = [*order, *then]
+            self._num_turns = len(order)
             self._places = {subgroup: place for place, subgroup in enumerate(order)}
-            then = list(reversed(self._order)) if following is None else following
             self._places_then = {subgroup: place for place, subgroup in enumerate(then)}
             self._position = 0
-            self._next_read = len(self._order)
-            self._placed_bytes = [0] * len(self.tiers)
+            self._next_read = len(self._upcoming)
+            self._writer.placement.begin()
             sizes = [record.nbytes for record in self.table.records]
             self._keep = keep_suffix(order, sizes, self._keep_bytes)
 
@@ -105,11 +111,12 @@ class Pipeline:
     def create(self, subgroup: int) -> memoryview:
         """Memory for a subgroup that has no state yet; hand it back with `put`."""
         with self._watch:
-            while (buffer := self._find_memory(subgroup)) is None:
-                self._make_room(subgroup)
+            record = self.table[subgroup]
+            self._take(subgroup, record.nbytes)
             self._position += 1
-            self._residents[subgroup] = Resident(buffer, Phase.IN_USE)
-            return buffer.view(self.table[subgroup].nbytes)
+            present = set(range(len(self.table.cuts(subgroup))))
+            self._residents[subgroup] = Resident(self.pool.reserve(record.most_bytes), [], present, in_use=True)
+            return self._residents[subgroup].buffer.view(record.nbytes)
 
     def get(self, subgroup: int) -> memoryview:
         """Wait until a subgroup's state is in host memory; it is the caller's until `put`.
@@ -124,11 +131,24 @@ class Pipeline:
             self.counts.misses += resident.was_read
             self.counts.hits += not resident.was_read
             resident.was_read = False
-            resident.phase = Phase.IN_USE
-            if self._order[self._position : self._position + 1] == [subgroup]:
+            resident.in_use = True
+            if self._position < self._num_turns and self._upcoming[self._position] == subgroup:
                 self._position += 1
                 self._read_ahead()
             return resident.buffer.view(self.table[subgroup].nbytes)
+
+    def resize(self, subgroup: int, nbytes: int) -> memoryview:
+        """Change the size of a subgroup's state while it is in use; what both sizes have in common stays."""
+        with self._watch:
+            record, resident = self.table[subgroup], self._residents[subgroup]
+            if nbytes > record.nbytes:
+                self._take(subgroup, nbytes - record.nbytes)
+            elif nbytes < record.nbytes:
+                resident.buffer.discard(slice(nbytes, record.nbytes))
+                self.pool.give(record.nbytes - nbytes)
+            record.nbytes = nbytes
+            resident.present = set(range(len(self.table.cuts(subgroup))))
+            return resident.buffer.view(nbytes)
 
     def put(self, subgroup: int, dirty: bool = True) -> None:
         """Hand a subgroup back: it stays in host memory if it is to be kept, else it is written."""
@@ -136,9 +156,10 @@ class Pipeline:
             self._watch.raise_failure()
             resident = self._residents[subgroup]
             resident.dirty |= dirty
-            resident.phase = Phase.HOST
+            resident.in_use = False
             if resident.dirty and subgroup not in self._keep and self.tiers:
                 self._write(subgroup)
+            self._read_ahead()
             self._watch.notify()
 
     def check(self) -> None:
@@ -156,7 +177,7 @@ class Pipeline:
         """
         with self._watch:
             self._watch.raise_failure()
-            while any(r.phase in (Phase.WRITING, Phase.READING) for r in self._residents.values()):
+            while any(resident.in_flight for resident in self._residents.values()):
                 self._watch.wait("transfers to end")
 
     def write_back(self) -> None:
@@ -169,15 +190,25 @@ class Pipeline:
         """
         with self._watch:
             self._watch.raise_failure()
-            for subgroup in self._idle(dirty=True):
-                self._write(subgroup)
-                self._residents[subgroup].wanted = True
+            for subgroup in self._idle():
+                if self._residents[subgroup].dirty:
+                    self._write(subgroup)
         self.flush()
 
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._watch.closed
+
+    def resident_bytes(self) -> int:
+        """State that is in host memory now."""
+        with self._watch:
+            return sum(
+                cut.stop - cut.start
+                for subgroup, resident in self._residents.items()
+                for number, cut in enumerate(self.table.cuts(subgroup))
+                if number in resident.present
+            )
 
     def held(self, tier: int) -> dict[int, Held]:
         """What the slots of a tier hold, of subgroups whose newest state is on the tiers."""
@@ -208,167 +239,140 @@ class Pipeline:
             for tier in self.tiers:
                 endings.callback(tier.close)
 
-    # ---- reading ahead --------------------------------------------------------------------
+    # ---- reading --------------------------------------------------------------------------
+
+    def _wait_for(self, subgroup: int) -> Resident:
+        self._awaited = subgroup
+        try:
+            while True:
+                self._watch.raise_failure()
+                resident = self._residents.get(subgroup)
+                if resident is not None and resident.phase is Phase.HOST:
+                    return resident
+                if resident is not None and resident.in_use:
+                    raise RuntimeError(f"{self.table[subgroup].label} is in use already")
+                if self._bring(subgroup) or (resident is not None and resident.in_flight):
+                    self._watch.wait(self.table[subgroup].label)
+                else:
+                    self._make_room(subgroup)
+        finally:
+            self._awaited = None
+
+    def _read_ahead(self) -> None:
+        """Read what is used next while memory lasts, strictly in order; first what the main thread waits for."""
+        if self._awaited is not None and not self._bring(self._awaited):
+            return
+        end = min(len(self._upcoming), self._position + self._prefetch)
+        while self._next_read < end:
+            subgroup = self._upcoming[self._next_read]
+            again = self._next_read >= self._num_turns  # of the following step: not before its turn in this one
+            if again and self._places[subgroup] >= self._position:
+                return
+            if self._next_read >= self._position and not self._bring(subgroup):
+                return
+            self._next_read += 1
+
+    def _bring(self, subgroup: int) -> bool:
+        """Read what is missing of a subgroup as far as there is memory; whether all of it is there or will be."""
+        resident = self._residents.get(subgroup)
+        if resident is not None and (resident.in_use or (resident.unwritten and resident.absent)):
+            return False
+        record, cuts = self.table[subgroup], self.table.cuts(subgroup)
+        for index in list(range(len(cuts)) if resident is None else resident.absent):
+            cut = cuts[index]
+            if not self._find_memory(subgroup, cut.stop - cut.start):
+                return False
+            resident = self._residents.get(subgroup)
+            if resident is None:
+                resident = self._residents[subgroup] = Resident(
+                    self.pool.reserve(record.most_bytes), list(range(len(cuts)))
+                )
+            resident.absent.remove(index)
+            resident.reading += 1
+            resident.was_read = True
+            chunk, view = record.chunks[index], resident.buffer.view(record.nbytes)[cut]
+            done = partial(self._chunk_read, subgroup, index)
+            self.tiers[chunk.tier].reads.submit(Job(chunk.slot, view, record.label, chunk.checksum, done))
+        return True
+
+    def _chunk_read(self, subgroup: int, index: int, _checksum: int | None, error: BaseException | None) -> None:
+        with self._watch:
+            if not self._watch.note(error):
+                return
+            resident = self._residents[subgroup]
+            resident.reading -= 1
+            resident.present.add(index)
+            self._watch.notify()
+
+    # ---- memory ---------------------------------------------------------------------------
 
     def _next_use(self, subgroup: int) -> int:
         """Turns until a subgroup is needed: in this order, or in the following one if it had its turn."""
         place = self._places[subgroup]
-        return place if place >= self._position else len(self._order) + self._places_then[subgroup]
+        return place if place >= self._position else self._num_turns + self._places_then[subgroup]
 
-    def _read_ahead(self) -> None:
-        """Start reading the next subgroups while memory lasts, strictly in order."""
-        while self._next_read < min(len(self._order), self._position + self._prefetch):
-            subgroup = self._order[self._next_read]
-            resident = self._residents.get(subgroup)
-            if resident is not None:
-                resident.wanted |= resident.phase is Phase.WRITING and self._next_read >= self._position
-            elif self._next_read >= self._position and not self._admit(subgroup):
-                return
-            self._next_read += 1
+    def _take(self, subgroup: int, nbytes: int) -> None:
+        """Take memory for a subgroup; wait for it if need be."""
+        while not self._find_memory(subgroup, nbytes):
+            self._watch.raise_failure()
+            self._make_room(subgroup)
 
-    # ---- memory ---------------------------------------------------------------------------
-
-    def _find_memory(self, subgroup: int) -> Buffer | None:
-        """A buffer for a subgroup, if need be in place of clean state that is used later."""
-        nbytes = self.table[subgroup].nbytes
-        while (buffer := self.pool.acquire(nbytes)) is None:
-            later = [s for s in self._idle(dirty=False) if self._next_use(s) > self._next_use(subgroup)]
+    def _find_memory(self, subgroup: int, nbytes: int) -> bool:
+        """Take memory for a subgroup, if need be of chunks on the tiers that are used later."""
+        while not self.pool.take(nbytes):
+            use = self._next_use(subgroup)
+            later = [s for s, r in self._residents.items() if self._next_use(s) > use and self._can_spare(s, r)]
             if not later:
-                return None
-            self._drop(max(later, key=self._next_use))
-        return buffer
+                return False
+            self._drop_chunk(max(later, key=self._next_use))
+        return True
+
+    def _can_spare(self, subgroup: int, resident: Resident) -> bool:
+        return subgroup != self._awaited and bool(resident.spare())
 
     def _make_room(self, subgroup: int) -> None:
         """Wait for memory; if nothing in flight will free any, write out what is used last."""
-        in_flight = any(r.phase in (Phase.WRITING, Phase.READING) for r in self._residents.values())
-        if not in_flight:
-            idle = [*self._idle(dirty=True), *self._idle(dirty=False)]
+        if not any(resident.in_flight for resident in self._residents.values()):
+            idle = [other for other in self._idle() if other != subgroup]
             if not idle or not self.tiers:
                 raise MlpoError(
                     f"host memory of {self.pool.budget_bytes} bytes cannot hold {self.table[subgroup].label} "
                     f"({self.table[subgroup].nbytes} bytes) on {here()}. What to do: raise 'host_memory'."
                 )
             victim = max(idle, key=self._next_use)
-            if self._residents[victim].dirty:
-                self._write(victim)
-            else:
-                self._drop(victim)
+            if not self._residents[victim].dirty:
+                self._drop_chunk(victim)
                 return
+            self._write(victim)
         self._watch.wait(f"memory for {self.table[subgroup].label}")
 
-    def _idle(self, dirty: bool) -> list[int]:
-        return [s for s, r in self._residents.items() if r.phase is Phase.HOST and r.dirty is dirty]
+    def _idle(self) -> list[int]:
+        return [s for s, r in self._residents.items() if not r.in_use and not r.in_flight]
 
-    def _drop(self, subgroup: int) -> None:
-        self.pool.release(self._residents.pop(subgroup).buffer)
+    def _drop_chunk(self, subgroup: int) -> None:
+        """Free the memory of a chunk that the tiers have, of the last one: what is read next begins with the first."""
+        resident = self._residents[subgroup]
+        index = max(resident.spare())
+        cut = self.table.cuts(subgroup)[index]
+        resident.drop(index)
+        resident.buffer.discard(cut)
+        self.pool.give(cut.stop - cut.start)
+        self._forget(subgroup, resident)
 
-    # ---- reading --------------------------------------------------------------------------
-
-    def _wait_for(self, subgroup: int) -> Resident:
-        while True:
-            self._watch.raise_failure()
-            resident = self._residents.get(subgroup)
-            if resident is None:
-                if not self._admit(subgroup):
-                    self._make_room(subgroup)
-            elif resident.phase is Phase.HOST:
-                return resident
-            elif resident.phase is Phase.IN_USE:
-                raise RuntimeError(f"{self.table[subgroup].label} is in use already")
-            else:
-                resident.wanted = True
-                self._watch.wait(f"{self.table[subgroup].label} ({resident.phase.value})")
-
-    def _admit(self, subgroup: int) -> bool:
-        """Start reading a subgroup; False if there is no memory for it now."""
-        buffer = self._find_memory(subgroup)
-        if buffer is None:
-            return False
-        record = self.table[subgroup]
-        cuts = self.table.cuts(subgroup)
-        view = buffer.view(record.nbytes)
-        self._residents[subgroup] = Resident(buffer, Phase.READING, pending=len(cuts), was_read=True)
-        for cut, chunk in zip(cuts, record.chunks, strict=True):
-            done = partial(self._chunk_read, subgroup)
-            self.tiers[chunk.tier].reads.submit(Job(chunk.slot, view[cut], record.label, chunk.checksum, done))
-        return True
-
-    def _chunk_read(self, subgroup: int, _checksum: int | None, error: BaseException | None) -> None:
-        with self._watch:
-            if not self._watch.note(error):
-                return
-            resident = self._residents[subgroup]
-            resident.pending -= 1
-            if not resident.pending:
-                resident.phase = Phase.HOST
-                self._watch.notify()
+    def _forget(self, subgroup: int, resident: Resident) -> None:
+        """Nothing of it is in memory any more, or on its way."""
+        if not resident.present and not resident.in_flight:
+            del self._residents[subgroup]
 
     # ---- writing --------------------------------------------------------------------------
 
     def _write(self, subgroup: int) -> None:
-        """Queue all chunks of a subgroup for writing into free slots; its old copy stays valid."""
-        resident = self._residents[subgroup]
-        resident.phase = Phase.WRITING
-        resident.wanted = False
-        resident.written = {}
-        resident.pending = len(self.table.cuts(subgroup))
-        self._unplaced.extend((subgroup, index) for index in range(resident.pending))
-        self._place_chunks()
+        self._writer.write(subgroup, self._residents[subgroup])
 
-    def _place_chunks(self) -> None:
-        """Give waiting chunks to tiers, first come first served, so that one record at least gets through."""
-        while self._unplaced:
-            subgroup, index = self._unplaced[0]
-            cut = self.table.cuts(subgroup)[index]
-            free = [len(tier.slots) for tier in self.tiers]
-            tier = choose(self._weights, self._placed_bytes, free, cut.stop - cut.start)
-            if tier is None:
-                return
-            self._unplaced.popleft()
-            self._submit_write(subgroup, index, cut, tier)
-
-    def _submit_write(self, subgroup: int, index: int, cut: slice, tier: int) -> None:
-        record = self.table[subgroup]
-        self._placed_bytes[tier] += cut.stop - cut.start
-        slot = self.tiers[tier].slots.take()
-        view = self._residents[subgroup].buffer.view(record.nbytes)[cut]
-        done = partial(self._chunk_written, subgroup, index, tier, slot, cut.stop - cut.start)
-        self.tiers[tier].writes.submit(Job(slot, view, record.label, None, done))
-
-    def _chunk_written(
-        self,
-        subgroup: int,
-        index: int,
-        tier: int,
-        slot: int,
-        nbytes: int,
-        checksum: int | None,
-        error: BaseException | None,
-    ) -> None:
-        with self._watch:
-            if not self._watch.note(error):
-                return
-            resident = self._residents[subgroup]
-            resident.written[index] = Chunk(tier, slot, nbytes, checksum)
-            resident.pending -= 1
-            if not resident.pending:
-                try:
-                    self._commit(subgroup, resident)
-                except Exception as failure:  # no memory for the next read, say: the main thread must hear of it
-                    self._watch.note(failure)
-
-    def _commit(self, subgroup: int, resident: Resident) -> None:
-        """The new copy is complete: point the table at it, free the old slots and the buffer."""
-        chunks = tuple(resident.written[index] for index in sorted(resident.written))
-        for old in self.table.commit(subgroup, chunks):
-            self.tiers[old.tier].slots.give(old.slot)
-        resident.dirty = False
-        resident.phase = Phase.HOST
-        if not resident.wanted:
-            self._drop(subgroup)
-        self._place_chunks()
+    def _after_write(self, subgroup: int, resident: Resident) -> None:
+        """A chunk was written: its memory can be had."""
+        self._forget(subgroup, resident)
         self._read_ahead()
-        self._watch.notify()
 
     def _queues(self) -> str:
         return ", ".join(tier.status() for tier in self.tiers)

@@ -1,9 +1,11 @@
-"""Placement: which tier a chunk goes to. Pure functions."""
+"""Placement: which tier a chunk goes to, decided anew at every write."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+from mlpo_hpc.storage.tier import StorageTier
 
 SPARE_RECORDS = 2
 """Records whose old copies still hold their slots while new ones are written."""
@@ -37,6 +39,66 @@ def choose(weights: Sequence[float], placed_bytes: Sequence[int], free_slots: Se
         return ((placed_bytes[tier] + nbytes) / weight if weight > 0 else math.inf, tier)
 
     return min(fits, key=finish)
+
+
+class Placement:
+    """Shares out what is written in a step by fixed weights.
+
+    Parameters
+    ----------
+    weights : sequence of float
+        Share of each tier, any scale.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = list(weights)
+        self._placed_bytes = [0] * len(self._weights)
+
+    @property
+    def weights(self) -> list[float]:
+        """Share of each tier now."""
+        return self._weights
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._placed_bytes = [0] * len(self._weights)
+
+    def pick(self, free_slots: Sequence[int], nbytes: int) -> int | None:
+        """Tier for a chunk, which is then counted as placed there; None if none has a free slot."""
+        tier = choose(self.weights, self._placed_bytes, free_slots, nbytes)
+        if tier is not None:
+            self._placed_bytes[tier] += nbytes
+        return tier
+
+
+class Adaptive(Placement):
+    """Shares out by what each tier gives now: a chunk goes where it will be done first, write and following read.
+
+    A tier moves what it was given in a step once out and, in the next step, once in, the one beside the
+    other: the slower way counts. Rates are those of this rank's last chunks while it had any to move on the tier,
+    waiting for turns included, so that a device that others use too, that is half duplex or becomes slow
+    is reckoned with as it is. Until a tier has moved enough, its weight is what was measured or given at the start.
+
+    Parameters
+    ----------
+    weights : sequence of float
+        What each tier gives at the start, in bytes per second.
+    tiers : sequence of StorageTier
+        Asked for their rates.
+    """
+
+    def __init__(self, weights: Sequence[float], tiers: Sequence[StorageTier]) -> None:
+        super().__init__(weights)
+        self._tiers = tiers
+
+    @property
+    def weights(self) -> list[float]:
+        """Bytes per second of each tier."""
+        return [tier.recent_bps() or weight for tier, weight in zip(self._tiers, self._weights, strict=True)]
+
+    def begin(self) -> None:
+        """What is still queued from the last step counts too."""
+        self._placed_bytes = [tier.writes.meter.backlog_bytes for tier in self._tiers]
 
 
 def divide_slots(num_slots: int, weights: Sequence[float], limits: Sequence[int]) -> list[int] | None:

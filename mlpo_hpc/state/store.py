@@ -19,6 +19,7 @@ from mlpo_hpc.state.containers import open_containers, pick_means
 from mlpo_hpc.state.layout import Layout, lay_out, least_host_bytes
 from mlpo_hpc.state.node_file import Means, Slots
 from mlpo_hpc.state.pipeline import Pipeline
+from mlpo_hpc.state.placement import Adaptive, Placement
 from mlpo_hpc.state.sharing import Sharing, share_tiers
 from mlpo_hpc.state.table import Record, Table
 from mlpo_hpc.state.tiers import lock_directories, rooms_bytes, stripe_directories
@@ -61,8 +62,8 @@ class Needs:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each subgroup's state."""
-        return [record.nbytes for record in self.records]
+        """Bytes of each subgroup's state, at most: it must fit whatever it grows to."""
+        return [record.most_bytes for record in self.records]
 
     def fits_in(self, host_bytes: int) -> bool:
         """Whether all state fits into that much host memory."""
@@ -83,11 +84,17 @@ class Store:
     _resources: ExitStack
     _owner_pid: int = field(default_factory=os.getpid)
 
-    def figures(self) -> dict[str, Any]:
-        """Totals of all tiers, and cache hits and misses, since the start."""
+    def figures(self, found_bytes: int = 0) -> dict[str, Any]:
+        """Totals of all tiers, and cache hits and misses, since the start; state in host memory before and now."""
         counts = self.pipeline.counts
         tiers = {tier.name: tier.figures() for tier in self.pipeline.tiers}
-        return {"hits": counts.hits, "misses": counts.misses, "tiers": tiers, "facts": self.facts}
+        memory = {
+            "state_bytes": sum(record.nbytes for record in self.pipeline.table.records),
+            "found_bytes": found_bytes,
+            "reusable_bytes": self.pipeline.resident_bytes(),
+            "host_bytes": self.pipeline.pool.budget_bytes,
+        }
+        return {"hits": counts.hits, "misses": counts.misses, "tiers": tiers, "facts": self.facts, "memory": memory}
 
     def write_index(self, step: int) -> None:
         """Say in the containers that are kept what they hold after a step."""
@@ -190,7 +197,8 @@ def _plan(
         if alone:
             return Layout(int(config.chunk_bytes), [0] * len(places))
         try:
-            return lay_out(needs.sizes, int(config.chunk_bytes), weights, rooms)
+            free = config.placement == "adaptive"
+            return lay_out(needs.sizes, int(config.chunk_bytes), weights, rooms, free)
         except TierFull as error:
             found = ", ".join(
                 f"{p.tier.name} {room:,} bytes at {p.path}" for p, room in zip(places, rooms, strict=True)
@@ -264,15 +272,17 @@ def _assemble(
     pool = Pool(share)
     _promised[id(pool)] = share
     resources.callback(lambda: _promised.pop(id(pool)))
-    scratch = pool.acquire(round_up(needs.scratch_bytes))
-    assert scratch is not None, "the budget was checked"
+    fits = pool.take(round_up(needs.scratch_bytes))
+    assert fits, "the budget was checked"
+    scratch = pool.reserve(round_up(needs.scratch_bytes))
     # `alternate` begins with what the last step kept; `sequential` needs buffers beside what is kept.
     reserve = 0 if config.order == "alternate" or not tiers else WORKING_RECORDS * max(needs.sizes)
     used = [shared for shared, num_slots in zip(sharing, layout.slots, strict=True) if num_slots]
     prefetch = None if config.prefetch == "auto" else config.prefetch
     table = Table(needs.records, layout.chunk_bytes)
     weights = [shared.weight for shared in used]
-    pipeline = Pipeline(table, pool, tiers, weights, reserve, prefetch, config.tokens.timeout_s)
+    placement = Adaptive(weights, tiers) if config.placement == "adaptive" else Placement(weights)
+    pipeline = Pipeline(table, pool, tiers, placement, reserve, prefetch, config.tokens.timeout_s)
     resources.callback(pipeline.close)
     figures = {
         tier.name: {**tier.container.facts(), "tokens": shared.figures()}
@@ -286,9 +296,11 @@ def _describe(
 ) -> None:
     say("configuration: %s", config.model_dump_json())
     say(
-        "%d subgroups a rank, %.1f MB of state; host memory %.1f MB a rank (%d ranks on this host); chunks of %.1f MB",
+        "%d subgroups a rank, %.1f MB of state (%s); host memory %.1f MB a rank (%d ranks on this host); "
+        "chunks of %.1f MB",
         len(needs.records),
-        sum(needs.sizes) / 1e6,
+        sum(record.nbytes for record in needs.records) / 1e6,
+        needs.contents.codec,
         share / 1e6,
         node.node_size,
         layout.chunk_bytes / 1e6,

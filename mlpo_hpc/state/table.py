@@ -22,9 +22,14 @@ class Record:
     label: str
     """Whose state it is, in messages."""
     nbytes: int
-    """Size of the encoded state."""
+    """Size of the encoded state. It may change from one write to the next."""
     chunks: tuple[Chunk, ...] = ()
     """Where the newest committed copy lies; empty before the first write."""
+    most_bytes: int = 0
+    """Largest size that it may have; by default the present one."""
+
+    def __post_init__(self) -> None:
+        self.most_bytes = max(self.most_bytes, self.nbytes)
 
 
 class Table:

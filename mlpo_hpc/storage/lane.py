@@ -62,6 +62,7 @@ class Lane:
 
     def submit(self, job: Job) -> None:
         """Queue a chunk. Its bytes must stay as they are until `done` is called."""
+        self.meter.asked(job.view.nbytes)
         self._jobs.put(job)
 
     def queued(self) -> int:
@@ -98,12 +99,13 @@ class Lane:
         raise NotImplementedError
 
     def _transfer(self, call: Callable[[int, memoryview], None], job: Job) -> None:
-        self.meter.waited(self._turn.enter())
-        try:
-            with self.meter.moving(job.view.nbytes):
-                call(job.slot, job.view)
-        finally:
-            self._turn.leave()
+        with self.meter.serving(job.view.nbytes):
+            self.meter.waited(self._turn.enter())
+            try:
+                with self.meter.moving(job.view.nbytes):
+                    call(job.slot, job.view)
+            finally:
+                self._turn.leave()
 
 
 class ReadLane(Lane):

@@ -45,6 +45,11 @@ class StorageTier:
         meters = {"read": self.reads.meter, "write": self.writes.meter}
         return {way: replace(meter.figures(), taken=taken.get(way, 0)) for way, meter in meters.items()}
 
+    def recent_bps(self) -> float | None:
+        """Bytes per second of the slower way, of the last chunks; None if too few were moved."""
+        read_bps, write_bps = self.reads.meter.recent_bps(), self.writes.meter.recent_bps()
+        return None if read_bps is None or write_bps is None else min(read_bps, write_bps)
+
     def status(self) -> str:
         """What is queued and who holds the tokens, for messages."""
         who = "; ".join(f"token for {way}: {turn.who()}" for way, turn in self._turns.items())

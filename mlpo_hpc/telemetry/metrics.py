@@ -14,6 +14,9 @@ from mlpo_hpc.telemetry.trace import Tell
 MAX_SPANS = 65536
 LEAST_WAIT_S = 1e-4
 """Shorter waits for a token are left out of a trace."""
+RECENT_CHUNKS = 32
+"""Chunks that a rate is taken from: enough to even out a device's moods, few enough to follow it within a step."""
+LEAST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -47,28 +50,78 @@ class Figures:
         )
 
 
+class _Clock:
+    """Time in which at least one thread is at something."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._since = 0.0
+        self._total_s = 0.0
+
+    def enter(self, now: float) -> None:
+        if not self._inside:
+            self._since = now
+        self._inside += 1
+
+    def leave(self, now: float) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._total_s += now - self._since
+
+    def seconds(self, now: float) -> float:
+        return self._total_s + (now - self._since if self._inside else 0.0)
+
+
 class Meter:
     """Thread-safe counters of what moves on one tier in one direction."""
 
     def __init__(self) -> None:
+        self.backlog_bytes = 0
+        """Asked for and not yet moved."""
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self.record: Tell | None = None
         """Told of each chunk and each wait, if there is a trace."""
         self._lock = threading.Lock()
         self._nbytes = 0
-        self._busy_s = 0.0
         self._wait_s = 0.0
-        self._moving = 0
-        self._busy_since = 0.0
+        self._moving = _Clock()
+        self._serving = _Clock()
+        self._served: deque[tuple[float, int]] = deque(maxlen=RECENT_CHUNKS + 1)
+        """After each of the last chunks: seconds that were spent on chunks, and bytes moved."""
+
+    def asked(self, nbytes: int) -> None:
+        """A chunk is to be moved."""
+        with self._lock:
+            self.backlog_bytes += nbytes
+
+    @contextmanager
+    def serving(self, nbytes: int) -> Iterator[None]:
+        """A thread has a chunk in hand: it waits for its turn, then moves it."""
+        with self._lock:
+            self._serving.enter(time.perf_counter())
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            with self._lock:
+                self._serving.leave(now)
+                self._served.append((self._serving.seconds(now), self._nbytes))
+                self.backlog_bytes -= nbytes
+
+    def recent_bps(self) -> float | None:
+        """Bytes per second of the last chunks while there were any to move; None if there were too few."""
+        with self._lock:
+            if len(self._served) <= LEAST_CHUNKS:
+                return None
+            (begin_s, begin_bytes), (end_s, end_bytes) = self._served[0], self._served[-1]
+            return (end_bytes - begin_bytes) / max(1e-9, end_s - begin_s) or None
 
     @contextmanager
     def moving(self, nbytes: int) -> Iterator[None]:
         """Count a chunk; bytes are added when all of them arrived."""
         begin = time.perf_counter()
         with self._lock:
-            if not self._moving:
-                self._busy_since = begin
-            self._moving += 1
+            self._moving.enter(begin)
         arrived = 0
         try:
             yield
@@ -76,10 +129,8 @@ class Meter:
         finally:
             end = time.perf_counter()
             with self._lock:
-                self._moving -= 1
+                self._moving.leave(end)
                 self._nbytes += arrived
-                if not self._moving:
-                    self._busy_s += end - self._busy_since
                 self.spans.append(Span(begin, end, arrived))
             if self.record is not None:
                 self.record("chunk", begin, end, arrived)
@@ -95,7 +146,4 @@ class Meter:
     def figures(self) -> Figures:
         """Totals up to now."""
         with self._lock:
-            busy_s = self._busy_s
-            if self._moving:
-                busy_s += time.perf_counter() - self._busy_since
-            return Figures(self._nbytes, busy_s, self._wait_s)
+            return Figures(self._nbytes, self._moving.seconds(time.perf_counter()), self._wait_s)

@@ -60,13 +60,15 @@ class StepReport:
             Seconds of the optimizer step.
         totals : dict
             ``hits``, ``misses`` and ``tiers`` (name -> ``read``/``write`` -> `Figures`) since the start,
-            and ``facts`` (name -> what stays the same: ``container``, ``transport``, ``tokens``).
+            ``facts`` (name -> what stays the same: ``container``, ``transport``, ``tokens``), and ``memory``.
 
         Returns
         -------
         dict
             ``step``, ``forward_s``, ``backward_s``, ``update_s``, ``bytes_read``, ``bytes_written``,
-            ``cache_hits``, ``cache_misses``, and under ``tiers`` for each tier the bytes, seconds,
+            ``cache_hits``, ``cache_misses``; of this rank ``state_bytes`` (all state, as it is stored),
+            ``found_bytes`` (what of it was in host memory when the update began), ``reusable_bytes`` (what is
+            there at its end) and ``host_bytes`` (the budget); and under ``tiers`` for each tier the bytes, seconds,
             ``wait_s``, ``tokens_taken``, ``container``, ``transport`` and ``tokens``.
         """
         before = self._before or {"hits": 0, "misses": 0, "tiers": {}}
@@ -84,6 +86,7 @@ class StepReport:
             "bytes_written": sum(tier["bytes_written"] for tier in tiers.values()),
             "cache_hits": totals["hits"] - before["hits"],
             "cache_misses": totals["misses"] - before["misses"],
+            **totals["memory"],
             "tiers": tiers,
         }
         self._before = totals

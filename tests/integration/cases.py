@@ -19,7 +19,9 @@ FACTORS: dict[str, list[Any]] = {
     "order": ["alternate", "sequential"],
     "budget": ["minimum", "third", "all"],
     "tiers": [1, 2, 3],
-    "placement": ["proportional", "static"],
+    "placement": ["adaptive", "proportional", "static"],
+    "prefetch": ["auto", 0, 1],
+    "format": ["auto", "fp32"],
     "tokens": ["flock", "off"],
     "files": ["raw", "hdf5"],
 }
@@ -128,7 +130,9 @@ def our_config(case: dict[str, Any], dirs: list[str], host_bytes: int) -> dict[s
         "tiers": tiers,
         "host_memory": host_bytes,
         "order": case["order"],
-        "placement": static if case["placement"] == "static" else "proportional",
+        "placement": static if case["placement"] == "static" else case["placement"],
+        "prefetch": case["prefetch"],
+        "state_format": case["format"],
         "chunk_bytes": 8192,
         "tokens": {"backend": case["tokens"]},
     }

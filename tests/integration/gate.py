@@ -22,6 +22,7 @@ import mlpo_hpc
 from mlpo_hpc.engine.inject import _nothing_to_compile
 from mlpo_hpc.state.codec.fp32 import record_bytes
 from mlpo_hpc.state.layout import least_host_bytes
+from mlpo_hpc.storage.base import round_up
 from tests.integration import cases
 
 Outcome = dict[str, Any]
@@ -78,8 +79,9 @@ def host_bytes(case: dict[str, Any], numels: list[int], world_size: int) -> int:
     """Bytes a node for this case's budget."""
     vectors = {"adamw_amsgrad": 4, "sgd_momentum": 2}.get(case["optimizer"], 3)
     sizes = [record_bytes(n, vectors) for n in numels]
-    least = least_host_bytes(sizes, 4 * max(numels), have_tiers=True)
-    everything = sum(sizes) + 4 * max(numels) + 4096
+    scratch = 2 * round_up(4 * max(numels))  # a gradient and, with codec split, master weights
+    least = least_host_bytes(sizes, scratch, have_tiers=True)
+    everything = sum(sizes) + scratch
     share = {"minimum": least, "third": max(least, everything // 3), "all": everything}[case["budget"]]
     return share * world_size
 
@@ -98,6 +100,7 @@ def run_ours(case: dict[str, Any], dirs: list[str], numels: list[int]) -> tuple[
         "misses": totals["misses"],
         "peak_bytes": pool.peak_bytes,
         "budget_bytes": pool.budget_bytes,
+        "codec": engine.optimizer._state.records.codec,
         "files": [str(tier.container) for tier in engine.optimizer._store.pipeline.tiers],
     }
     result = outcome(engine, case, losses)

@@ -50,6 +50,7 @@ def test_state_and_weights_are_those_of_stock_deepspeed(num_ranks, case_index, r
         assert found["finite"]
         assert found["differs"] == [], f"rank {rank}"
         assert found["peak_bytes"] <= found["budget_bytes"]
+        assert found["codec"] == ("split" if case["dtype"] == "bf16" and case["format"] == "auto" else "fp32")
         if case["dtype"] == "fp16":
             assert found["skipped"] > 0, "the case is there for its overflow skips"
         if found["files"]:

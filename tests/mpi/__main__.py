@@ -23,6 +23,7 @@ RECORDS = "MPI_TEST_RECORDS"
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)  # also what comes before and after the bodies may hang
     world = start_mpi()
     if world.rank == 0:
         library = sys.modules["mpi4py.MPI"].Get_library_version().split()
@@ -34,9 +35,9 @@ def main() -> None:
         faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
         body(world)
         world.Barrier()
-        faulthandler.cancel_dump_traceback_later()
         if world.rank == 0:
             print(f"{body.__name__} on {world.size} ranks: passed in {time.monotonic() - begin:.1f} s", flush=True)
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     if world.rank == 0:
         print(f"{len(tests)} passed, 0 failed", flush=True)
     left = files.leave_without_destroy(world) if files in modules else None

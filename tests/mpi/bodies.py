@@ -360,7 +360,7 @@ def test_auto_takes_turns_where_they_pay(world: MPI.Intracomm) -> None:
         jammed = drives[os.path.join(folder, "jammed")]
         bps[backend] = jammed.bps()
         report = engine.optimizer.offload_report()["tiers"]
-        weights = engine.optimizer._store.pipeline._weights
+        weights = engine.optimizer._store.pipeline._writer.placement.weights
         engine.destroy()
         if backend == "auto" and world.size > 1:
             assert report["jammed"]["tokens"]["scope"] == "tier", report

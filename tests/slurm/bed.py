@@ -106,11 +106,15 @@ class Bed:
         }
 
     def run(
-        self, *command: str, timeout_s: float = 300, cwd: Path | None = None, **environ: str
+        self, *command: str, timeout_s: float = 240, cwd: Path | None = None, **environ: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command of Slurm's."""
+        """Run a command of Slurm's; one that hangs is ended, and what it printed until then is told."""
         env = {**self.environ, **environ}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
+        try:
+            return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
+        except subprocess.TimeoutExpired as error:
+            printed = b"".join(filter(None, (error.stdout, error.stderr))).decode(errors="replace")
+            raise AssertionError(f"{command} did not end within {timeout_s:.0f} s\n{printed[-6000:]}") from None
 
 
 @contextmanager

@@ -207,7 +207,9 @@ def test_without_mpi_file_locks_do(bed, tmp_path):
 def test_containers_and_transports_on_two_nodes(interpreter, mpi, bed, tmp_path):
     """The bodies of the MPI tests, with a file for each node: three ranks share one, one has its own."""
     command = [python(interpreter), "-m", "tests.mpi", "files"]
-    done = srun(bed, *command, options=[f"--mpi={mpi}"], MPI_TEST_RECORDS=str(tmp_path))
+    # A rank that died would leave the others waiting in MPI_Finalize under PMI 2.
+    options = [f"--mpi={mpi}", "--kill-on-bad-exit=1"]
+    done = srun(bed, *command, options=options, MPI_TEST_RECORDS=str(tmp_path))
     finished = sorted(path.name for path in tmp_path.glob("finished.*"))
     assert finished == [f"finished.{rank}" for rank in range(4)], (done.stdout + done.stderr)[-6000:]
 

@@ -8,6 +8,7 @@ import pytest
 
 from mlpo_hpc.state.cache import Pool
 from mlpo_hpc.state.pipeline import Pipeline
+from mlpo_hpc.state.placement import Placement
 from mlpo_hpc.state.table import Record, Table
 from mlpo_hpc.storage import contention
 from mlpo_hpc.storage.contention import Contention, Crew, Phase, _active, _part, measure
@@ -152,7 +153,7 @@ def two_ranks(tmp_path, scope, num_buffers):
         tokens = {"off": (FreeToken(), FreeToken()), "direction": (reading, writing), "tier": (writing, writing)}
         tier = StorageTier("t", DriveContainer(drive, NUM_RECORDS + 2, RECORD_BYTES), tokens[scope])
         table = Table([Record(str(i), RECORD_BYTES) for i in range(NUM_RECORDS)], RECORD_BYTES)
-        return Pipeline(table, Pool(num_buffers * RECORD_BYTES), [tier], [1.0], timeout_s=30), drive
+        return Pipeline(table, Pool(num_buffers * RECORD_BYTES), [tier], Placement([1.0]), timeout_s=30), drive
 
     return build
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mlpo_hpc.engine import contract
+from mlpo_hpc.engine.records import Records
 from mlpo_hpc.engine.update import BoundState, probe_optimizer
 from mlpo_hpc.errors import UnsupportedError
 
@@ -113,6 +114,11 @@ def test_state_of_another_shape_is_refused():
         probe_optimizer(optimizer, optimizer.param_groups[0])
 
 
+def bind_alone(spec, numel):
+    """State of one subgroup, as it is used."""
+    return BoundState([spec], Records([numel], [spec.num_vectors]))
+
+
 @pytest.mark.parametrize(
     ("kind", "kwargs"),
     [
@@ -132,22 +138,22 @@ def test_updates_through_a_record_are_those_of_the_optimizer_itself(kind, kwargs
     reference = kind([plain], **kwargs)
     optimizer = make(kind, **kwargs)
     group = optimizer.param_groups[0]
-    bound = BoundState([probe_optimizer(optimizer, group)], [numel])
-    record = memoryview(bytearray(bound.nbytes(0)))
+    bound = bind_alone(probe_optimizer(optimizer, group), numel)
+    record = memoryview(bytearray(bound.records.nbytes(0)))
     master = torch.nn.Parameter(torch.empty(0))
     bound.create(0, record, start)
     for _ in range(5):
         gradient = torch.randn(numel)
         plain.grad = gradient.clone()
         reference.step()
-        bound.bind(0, record, optimizer, master)
+        bound.bind(0, bound.records.vectors(0, record), optimizer, master)
         master.grad = gradient.clone()
         group["params"] = [master]
         optimizer.step()
         group["params"] = []
         bound.unbind(0, record, optimizer, master)
-        assert torch.equal(bound.vectors(0, record)[0], plain.detach())
-    for key, vector in zip(bound.specs[0].vectors, bound.vectors(0, record)[1:], strict=True):
+        assert torch.equal(bound.records.vectors(0, record)[0], plain.detach())
+    for key, vector in zip(bound.specs[0].vectors, bound.records.vectors(0, record)[1:], strict=True):
         assert torch.equal(vector, reference.state[plain][key])
     assert master not in optimizer.state
 
@@ -163,10 +169,10 @@ def test_state_saved_by_deepspeed_s_cpu_adam_goes_on_with_torch_s():
     saved = {key: value.clone() for key, value in reference.state[plain].items()} | {"step": 3}
     optimizer = make(torch.optim.AdamW, fused=True)
     group = optimizer.param_groups[0]
-    bound = BoundState([probe_optimizer(optimizer, group)], [50])
-    record, master = memoryview(bytearray(bound.nbytes(0))), torch.nn.Parameter(torch.empty(0))
+    bound = bind_alone(probe_optimizer(optimizer, group), 50)
+    record, master = memoryview(bytearray(bound.records.nbytes(0))), torch.nn.Parameter(torch.empty(0))
     bound.restore(0, record, plain.detach(), saved)
-    bound.bind(0, record, optimizer, master)
+    bound.bind(0, bound.records.vectors(0, record), optimizer, master)
     plain.grad = torch.randn(50)
     master.grad = plain.grad.clone()
     group["params"] = [master]
@@ -177,11 +183,11 @@ def test_state_saved_by_deepspeed_s_cpu_adam_goes_on_with_torch_s():
 
 def test_a_checkpoint_without_state_takes_the_old_state_away():
     optimizer = make(torch.optim.SGD, lr=0.1, momentum=0.9)
-    bound = BoundState([probe_optimizer(optimizer, optimizer.param_groups[0])], [5])
-    record = memoryview(bytearray(bound.nbytes(0)))
+    bound = bind_alone(probe_optimizer(optimizer, optimizer.param_groups[0]), 5)
+    record = memoryview(bytearray(bound.records.nbytes(0)))
     bound.restore(0, record, torch.ones(5), {"momentum_buffer": torch.full((5,), 7.0)})
     bound.restore(0, record, torch.zeros(5), {})
-    assert not bound.vectors(0, record)[1].any()
+    assert not bound.records.vectors(0, record)[1].any()
     assert bound.scalars(0) is None
 
 

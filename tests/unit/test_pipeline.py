@@ -17,6 +17,7 @@ from mlpo_hpc.state import cache
 from mlpo_hpc.state.cache import Pool, keep_suffix, step_order
 from mlpo_hpc.state.layout import lay_out, least_host_bytes
 from mlpo_hpc.state.pipeline import Phase, Pipeline
+from mlpo_hpc.state.placement import Placement
 from mlpo_hpc.state.table import Record, Table
 from mlpo_hpc.storage.tier import StorageTier
 from mlpo_hpc.tokens.base import Turn
@@ -25,17 +26,20 @@ from tests.containers import MemoryContainer
 BLOCK = 4096
 
 
-def make(sizes, num_tiers=2, budget=None, chunk=BLOCK, delay_s=0.0, reserve=0, prefetch=None, timeout_s=60.0):
-    """A pipeline over stand-in tiers, laid out as for real."""
+def make(
+    sizes, num_tiers=2, budget=None, chunk=BLOCK, delay_s=0.0, reserve=0, prefetch=None, timeout_s=60.0, begin=None
+):
+    """A pipeline over stand-in tiers, laid out as for real for the largest sizes; records may begin smaller."""
     layout = lay_out(sizes, chunk, [1.0] * num_tiers, [2**40] * num_tiers) if num_tiers else None
     tiers = [
         StorageTier(f"t{i}", MemoryContainer(layout.slots[i], layout.chunk_bytes, delay_s, seed=i))
         for i in range(num_tiers)
     ]
-    records = [Record(f"subgroup {i}", size) for i, size in enumerate(sizes)]
+    begin = begin or sizes
+    records = [Record(f"subgroup {i}", begin[i], most_bytes=size) for i, size in enumerate(sizes)]
     table = Table(records, layout.chunk_bytes if layout else chunk)
     pool = Pool(budget or least_host_bytes(sizes, 0, have_tiers=bool(num_tiers)))
-    return Pipeline(table, pool, tiers, [1.0] * num_tiers, reserve, prefetch, timeout_s)
+    return Pipeline(table, pool, tiers, Placement([1.0] * num_tiers), reserve, prefetch, timeout_s)
 
 
 def fill(pipeline, order):
@@ -47,12 +51,17 @@ def fill(pipeline, order):
         pipeline.put(subgroup)
 
 
-def step(pipeline, order, following=None):
-    """One update: every byte grows by one."""
+def step(pipeline, order, following=None, sizes=None):
+    """One update: every byte grows by one; records may get other sizes."""
     pipeline.begin(order, following)
     for subgroup in order:
         array = np.frombuffer(pipeline.get(subgroup), np.uint8)
         assert (array == array[0]).all(), f"record {subgroup} is a mixture"
+        if sizes is not None:
+            common, value = min(len(array), sizes[subgroup]), array[0]
+            array = np.frombuffer(pipeline.resize(subgroup, sizes[subgroup]), np.uint8)
+            assert (array[:common] == value).all(), "what both sizes have in common stays"
+            array[common:] = value
         array += 1
         pipeline.put(subgroup)
 
@@ -78,14 +87,16 @@ def values(pipeline):
     prefetch=st.sampled_from([None, 0, 1, 2]),
     skips=st.lists(st.booleans(), min_size=4, max_size=4),
     looks=st.lists(st.integers(0, 8), max_size=4),
+    shrinks=st.lists(st.integers(0, 4), min_size=9, max_size=9),
 )
 def test_no_state_is_lost_whatever_the_sizes_orders_and_budgets(
-    blocks, extra, num_tiers, chunk_blocks, policy, prefetch, skips, looks
+    blocks, extra, num_tiers, chunk_blocks, policy, prefetch, skips, looks, shrinks
 ):
     sizes = [n * BLOCK for n in blocks]
     budget = least_host_bytes(sizes, 0, True) + extra * BLOCK
     reserve = 0 if policy == "alternate" else 2 * max(sizes)
-    pipeline = make(sizes, num_tiers, budget, chunk_blocks * BLOCK, 0.0005, reserve, prefetch)
+    smaller = [max(1, n - less) * BLOCK for n, less in zip(blocks, shrinks, strict=False)]
+    pipeline = make(sizes, num_tiers, budget, chunk_blocks * BLOCK, 0.0005, reserve, prefetch, begin=smaller)
     n, flipped, steps = len(sizes), False, 0
     try:
         fill(pipeline, step_order(n, policy, flipped))
@@ -95,10 +106,13 @@ def test_no_state_is_lost_whatever_the_sizes_orders_and_budgets(
                 assert pipeline.get(subgroup)[0] == (subgroup + steps) % 256
                 pipeline.put(subgroup, dirty=False)
             if not skipped:  # an overflow skip touches nothing
-                step(pipeline, step_order(n, policy, flipped), step_order(n, policy, not flipped))
+                now = sizes if steps % 2 else smaller
+                step(pipeline, step_order(n, policy, flipped), step_order(n, policy, not flipped), now)
                 flipped, steps = not flipped, steps + 1
         assert values(pipeline) == [(s + steps) % 256 for s in range(n)]
         assert pipeline.pool.peak_bytes <= budget
+        pipeline.flush()
+        assert pipeline.resident_bytes() == pipeline.pool.used_bytes
         assert sum(tier.container.changed_in_flight for tier in pipeline.tiers) == 0
     finally:
         pipeline.close()
@@ -150,6 +164,36 @@ def test_prefetch_never_takes_the_last_buffer():
     step(pipeline, list(range(20)))
     step(pipeline, list(range(20)))  # the same order again: its head is not in host memory
     assert pipeline.pool.peak_bytes <= 2 * BLOCK
+    pipeline.close()
+
+
+def test_memory_too_small_for_a_whole_record_more_is_used_by_chunks():
+    """Four chunks a record, memory for two records and a half: the half is found in the next step too."""
+    sizes = [4 * BLOCK] * 8
+    pipeline = make(sizes, budget=10 * BLOCK)
+    fill(pipeline, list(range(8)))
+    for number in range(1, 4):
+        order = step_order(8, "alternate", number % 2 == 0)
+        pipeline.flush()
+        before = sum(tier.container.counts["read"] for tier in pipeline.tiers)
+        assert pipeline.resident_bytes() == 10 * BLOCK
+        step(pipeline, order)
+        pipeline.flush()
+        read = sum(tier.container.counts["read"] for tier in pipeline.tiers) - before
+        assert 22 <= read <= 24, "a chunk of the half may have had to leave for one still being written, and comes back"
+    pipeline.close()
+
+
+def test_the_next_step_s_head_is_read_while_this_one_ends():
+    """No fill: with one order again and again, the working buffers hold its head before the step begins."""
+    pipeline = make([BLOCK] * 12, budget=4 * BLOCK, reserve=3 * BLOCK)
+    order = list(range(12))
+    fill(pipeline, order)
+    for _ in range(3):
+        step(pipeline, order, order)
+        pipeline.flush()
+        found = [s for s, resident in pipeline._residents.items() if resident.phase is Phase.HOST]
+        assert sorted(found) == [0, 1, 2, 11]
     pipeline.close()
 
 
@@ -280,7 +324,7 @@ def test_tiers_without_room_are_refused_at_layout():
 def test_tokens_are_taken_by_io_threads_alone_and_held_only_while_bytes_move(monkeypatch):
     """Buffer, slot and budget are in hand before; nothing else is waited for under a token."""
     holding: set[int] = set()  # threads inside a turn
-    stock_enter, stock_leave, stock_acquire = Turn.enter, Turn.leave, cache.Pool.acquire
+    stock_enter, stock_leave, stock_take = Turn.enter, Turn.leave, cache.Pool.take
 
     def enter(self):
         assert threading.current_thread().name.startswith("mlpo-")
@@ -291,13 +335,13 @@ def test_tokens_are_taken_by_io_threads_alone_and_held_only_while_bytes_move(mon
         holding.discard(threading.get_ident())
         stock_leave(self)
 
-    def acquire(self, nbytes):
+    def take(self, nbytes):
         assert threading.get_ident() not in holding, "memory is asked for under a token"
-        return stock_acquire(self, nbytes)
+        return stock_take(self, nbytes)
 
     monkeypatch.setattr(Turn, "enter", enter)
     monkeypatch.setattr(Turn, "leave", leave)
-    monkeypatch.setattr(cache.Pool, "acquire", acquire)
+    monkeypatch.setattr(cache.Pool, "take", take)
     moved = []
 
     class Container(MemoryContainer):
@@ -307,7 +351,7 @@ def test_tokens_are_taken_by_io_threads_alone_and_held_only_while_bytes_move(mon
 
     tiers = [StorageTier("t0", Container(20, BLOCK))]
     records = [Record(f"subgroup {i}", BLOCK) for i in range(8)]
-    pipeline = Pipeline(Table(records, BLOCK), Pool(3 * BLOCK), tiers, [1.0])
+    pipeline = Pipeline(Table(records, BLOCK), Pool(3 * BLOCK), tiers, Placement([1.0]))
     fill(pipeline, list(range(8)))
     step(pipeline, list(range(8)))
     step(pipeline, list(reversed(range(8))))

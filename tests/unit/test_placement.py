@@ -71,19 +71,25 @@ def test_orders():
 
 @given(requests=st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=60), budget=st.integers(1, 60))
 def test_the_pool_never_exceeds_its_budget(requests, budget):
-    pool = Pool(budget * 4096)
+    pool = Pool(budget)
     held = []
-    for blocks, give_back in requests:
-        buffer = pool.acquire(blocks * 4096)
-        fits = sum(b.nbytes for b in held) + blocks * 4096 <= pool.budget_bytes
-        assert (buffer is not None) == fits, "it says no only if what is in use does not leave room"
-        if buffer is not None:
-            assert buffer.nbytes == blocks * 4096
-            held.append(buffer)
+    for nbytes, give_back in requests:
+        fits = sum(held) + nbytes <= budget
+        assert pool.take(nbytes) == fits, "it says no only if what is in use does not leave room"
+        if fits:
+            held.append(nbytes)
         if give_back and held:
-            pool.release(held.pop(0))
-        assert pool.allocated_bytes <= pool.budget_bytes
-    assert pool.peak_bytes <= pool.budget_bytes
+            pool.give(held.pop(0))
+        assert pool.used_bytes == sum(held) == budget - pool.free_bytes
+    assert pool.peak_bytes <= budget
+
+
+def test_what_a_buffer_discards_takes_no_memory_any_more():
+    buffer = Pool(0).reserve(8 * 4096)
+    view = buffer.view(8 * 4096)
+    view[:] = b"x" * len(view)
+    buffer.discard(slice(4096, 3 * 4096))
+    assert bytes(view) == b"x" * 4096 + bytes(2 * 4096) + b"x" * 5 * 4096
 
 
 @given(numel=st.integers(1, 10**7), vectors=st.integers(1, 5))

@@ -1,0 +1,105 @@
+"""Write-behind: chunks go to the tiers that placement picks; the old copy stays valid until all are there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from mlpo_hpc.state.placement import Placement
+from mlpo_hpc.state.resident import Resident
+from mlpo_hpc.state.table import Chunk, Table
+from mlpo_hpc.state.watch import Watch
+from mlpo_hpc.storage.lane import Job
+from mlpo_hpc.storage.tier import StorageTier
+
+
+class WriteBehind:
+    """The writing half of the pipeline; called under its lock.
+
+    Parameters
+    ----------
+    table : Table
+        Where state is.
+    tiers : sequence of StorageTier
+        Where it may go.
+    placement : Placement
+        Picks among them.
+    watch : Watch
+        The pipeline's.
+    after : callable
+        Told of each chunk that was written, under the lock, from an I/O thread.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        tiers: Sequence[StorageTier],
+        placement: Placement,
+        watch: Watch,
+        after: Callable[[int, Resident], None],
+    ) -> None:
+        self.placement = placement
+        self._table = table
+        self._tiers = tiers
+        self._watch = watch
+        self._after = after
+        self._unplaced: deque[tuple[int, int, Resident]] = deque()
+
+    def write(self, subgroup: int, resident: Resident) -> None:
+        """Queue all chunks of a subgroup for writing into free slots."""
+        resident.written = {}
+        resident.unwritten = len(self._table.cuts(subgroup))
+        self._unplaced.extend((subgroup, index, resident) for index in range(resident.unwritten))
+        self._place_chunks()
+
+    def _place_chunks(self) -> None:
+        """Give waiting chunks to tiers, first come first served, so that one record at least gets through."""
+        while self._unplaced:
+            subgroup, index, resident = self._unplaced[0]
+            cut = self._table.cuts(subgroup)[index]
+            tier = self.placement.pick([len(tier.slots) for tier in self._tiers], cut.stop - cut.start)
+            if tier is None:
+                return
+            self._unplaced.popleft()
+            self._submit(subgroup, index, resident, tier)
+
+    def _submit(self, subgroup: int, index: int, resident: Resident, tier: int) -> None:
+        record, cut = self._table[subgroup], self._table.cuts(subgroup)[index]
+        slot = self._tiers[tier].slots.take()
+        done = partial(self._chunk_written, subgroup, index, resident, tier, slot, cut.stop - cut.start)
+        view = resident.buffer.view(record.nbytes)[cut]
+        self._tiers[tier].writes.submit(Job(slot, view, record.label, None, done))
+
+    def _chunk_written(
+        self,
+        subgroup: int,
+        index: int,
+        resident: Resident,
+        tier: int,
+        slot: int,
+        nbytes: int,
+        checksum: int | None,
+        error: BaseException | None,
+    ) -> None:
+        with self._watch:
+            if not self._watch.note(error):
+                return
+            resident.written[index] = Chunk(tier, slot, nbytes, checksum)
+            resident.unwritten -= 1
+            try:
+                if not resident.unwritten:
+                    self._commit(subgroup, resident)
+                self._after(subgroup, resident)
+            except Exception as failure:  # no memory for the next read, say: the main thread must hear of it
+                self._watch.note(failure)
+            self._watch.notify()
+
+    def _commit(self, subgroup: int, resident: Resident) -> None:
+        """The new copy is complete: point the table at it and free the old slots."""
+        chunks = tuple(resident.written[index] for index in sorted(resident.written))
+        for old in self._table.commit(subgroup, chunks):
+            self._tiers[old.tier].slots.give(old.slot)
+        resident.written = {}
+        resident.dirty = False
+        self._place_chunks()
