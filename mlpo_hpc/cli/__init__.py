@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from mlpo_hpc import __version__
+from mlpo_hpc.cli.bench import bench
 from mlpo_hpc.cli.probe import probe
 from mlpo_hpc.cli.stripe import stripe
 
@@ -15,5 +16,6 @@ def main() -> None:
     """Look at and prepare what mlpo_hpc uses on a cluster. Exit codes: 0 good, 1 something is wrong, 2 wrong usage."""
 
 
+main.add_command(bench)
 main.add_command(probe)
 main.add_command(stripe)

@@ -11,8 +11,11 @@ from deepspeed.accelerator import get_accelerator
 from mlpo_hpc.config import OffloadConfig
 from mlpo_hpc.errors import UnsupportedError
 from mlpo_hpc.state.codec import fp32
-from mlpo_hpc.state.codec.split import Split, SplitForm, plain_master, state_vectors
+from mlpo_hpc.state.codec.split import Split, SplitForm, checksums, plain_master, state_vectors, take_over
 from mlpo_hpc.telemetry.log import warn
+
+Resize = Callable[[int, int], memoryview]
+"""``(subgroup, nbytes) -> record`` gives a record another size."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,22 @@ def wants_split(config: OffloadConfig, types: Collection[torch.dtype]) -> bool:
     return in_bf16 and (config.state_format == "split" or not keeps)
 
 
+@dataclass
+class _Open:
+    """A record whose master weights were not encoded yet: they are where they were decoded to."""
+
+    subgroup: int
+    record: memoryview
+    resize: Resize
+    checksums: list[int]
+
+
 class Records:
     """Master weights and state vectors in the bytes of a record.
 
     With codec ``split`` the master weights are decoded into memory that is lent for one subgroup at a time, and encoded
-    when they have changed; otherwise they are used where they lie.
+    when they have changed; otherwise they are used where they lie. The last ones of a step may stay decoded: with
+    alternating order they are the first of the next one.
 
     Parameters
     ----------
@@ -78,8 +92,9 @@ class Records:
         self._weights = weights
         self._staged = torch.empty(0)
         self._told: set[str] = set()
-        self._split = Split(torch.get_num_threads()) if any(self._forms) else None
+        self._split = Split() if any(self._forms) else None
         self._master = torch.empty(0)
+        self._open: _Open | None = None
 
     @property
     def codec(self) -> str:
@@ -111,6 +126,8 @@ class Records:
         form = self._forms[subgroup]
         if form is None:
             return self.plain_vectors(subgroup, record)
+        if self._open is not None and self._open.subgroup != subgroup:
+            self.settle(self._open.subgroup)
         return [self._master[: form.numel], *state_vectors(form, record)]
 
     def plain_vectors(self, subgroup: int, record: memoryview) -> list[torch.Tensor]:
@@ -123,13 +140,18 @@ class Records:
     def decode(self, subgroup: int, record: memoryview) -> list[torch.Tensor]:
         """Master weights and state vectors; 16-bit weights that others changed become the master weights."""
         form, vectors = self._forms[subgroup], self.vectors(subgroup, record)
-        if form is not None and len(record) == form.nbytes:
+        if form is None:
+            return vectors
+        changed: list[int] = []
+        if self._open is not None:
+            changed = take_over(form, self._open.checksums, self._host_weights(subgroup), vectors[0])
+        elif len(record) == form.nbytes:
             assert self._split is not None
             changed = self._split.decode(form, record, self._host_weights(subgroup), vectors[0])
-            for index in changed:
-                self._tell(self._parts[subgroup][index].name)
-        elif form is not None:
+        else:
             vectors[0].copy_(plain_master(form, record))
+        for index in changed:
+            self._tell(self._parts[subgroup][index].name)
         return vectors
 
     def _host_weights(self, subgroup: int) -> torch.Tensor:
@@ -151,7 +173,20 @@ class Records:
                 name,
             )
 
-    def encode(self, subgroup: int, record: memoryview, resize: Callable[[int, int], memoryview]) -> None:
+    def encode_later(self, subgroup: int, record: memoryview, resize: Resize) -> None:
+        """As `encode`, but only when `settle` is called, or another record needs the memory of the master weights."""
+        form = self._forms[subgroup]
+        if form is not None:
+            self._open = _Open(subgroup, record, resize, checksums(form, self._host_weights(subgroup)))
+
+    def settle(self, subgroup: int) -> None:
+        """Encode a record now if it was put off."""
+        if self._open is not None and self._open.subgroup == subgroup:
+            left = self._open
+            self.decode(subgroup, left.record)
+            self.encode(subgroup, left.record, left.resize)
+
+    def encode(self, subgroup: int, record: memoryview, resize: Resize) -> None:
         """Make a record of what `vectors` or `decode` gave.
 
         Parameters
@@ -161,11 +196,12 @@ class Records:
         record : memoryview
             Its present bytes.
         resize : callable
-            ``(subgroup, nbytes) -> record`` gives it another size.
+            Gives it another size, which its new bytes may need.
         """
         form = self._forms[subgroup]
         if form is None:
             return
+        self._open = None
         assert self._split is not None
         weights, master = self._host_weights(subgroup), self._master[: form.numel]
         fits = self._split.encode(form, record[: form.nbytes], weights, master)
@@ -175,7 +211,7 @@ class Records:
         if not fits:
             plain_master(form, record).copy_(master)
 
-    def make_plain(self, subgroup: int, record: memoryview, resize: Callable[[int, int], memoryview]) -> memoryview:
+    def make_plain(self, subgroup: int, record: memoryview, resize: Resize) -> memoryview:
         """A decoded record in its largest size; `encode` makes it what it was."""
         form = self._forms[subgroup]
         if form is None or len(record) == form.plain_bytes:

@@ -137,6 +137,7 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
             self._tell = store.trace.track("compute")
         self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))
         held.lend(store.scratch[gradient_bytes:])
+        store.pipeline.before_write = held.settle
         self._offsets = list(itertools.accumulate(numels, initial=0))
         return store
 
@@ -331,9 +332,12 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     def _give_back(self, subgroup: int, dirty: bool) -> None:
         master, record = self.fp32_partitioned_groups_flat[subgroup], self._bound.pop(subgroup)
         self._state.unbind(subgroup, record, self.optimizer, master)
+        pipeline = self._store.pipeline
         if dirty:
-            self._state.records.encode(subgroup, record, self._store.pipeline.resize)
-        self._store.pipeline.put(subgroup, dirty)
+            last = self._in_step and subgroup == self._order[-1] and pipeline.keeps(subgroup)
+            encode = self._state.records.encode_later if last else self._state.records.encode
+            encode(subgroup, record, pipeline.resize)
+        pipeline.put(subgroup, dirty)
 
     def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: Any = None) -> Any:
         return self._own_copy(super()._get_fp32_opt_state_partition, param, release_swap_buffers, optim_state_key)

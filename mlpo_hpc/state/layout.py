@@ -10,7 +10,7 @@ from mlpo_hpc.state.placement import SPARE_RECORDS, divide_slots
 from mlpo_hpc.state.table import cuts
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, round_up
 
-CHUNKS_PER_RECORD = 6
+CHUNKS_PER_RECORD = 16
 """Chunks that the largest record is cut into at least, so that several tiers can share it."""
 LEAST_CHUNK_BYTES = 2**20
 """Smaller transfers waste a drive's bandwidth (unless `chunk_bytes` asks for them)."""

@@ -17,7 +17,7 @@ for the other there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +78,8 @@ class Pipeline:
         self.pool = pool
         self.tiers = tiers
         self.counts = Counts()
+        self.before_write: Callable[[int], None] = lambda subgroup: None
+        """Told, in the main thread, of a subgroup that was handed back and is to be written now."""
         self._prefetch = 2 * len(table) if prefetch is None else prefetch
         self._watch = Watch(timeout_s, self._queues)
         self._writer = WriteBehind(table, tiers, placement, self._watch, self._after_write)
@@ -161,6 +163,11 @@ class Pipeline:
                 self._write(subgroup)
             self._read_ahead()
             self._watch.notify()
+
+    def keeps(self, subgroup: int) -> bool:
+        """Whether a subgroup stays in host memory when it is handed back in this step."""
+        with self._watch:
+            return subgroup in self._keep
 
     def check(self) -> None:
         """Raise what went wrong on a tier, if anything did."""
@@ -367,6 +374,7 @@ class Pipeline:
     # ---- writing --------------------------------------------------------------------------
 
     def _write(self, subgroup: int) -> None:
+        self.before_write(subgroup)
         self._writer.write(subgroup, self._residents[subgroup])
 
     def _after_write(self, subgroup: int, resident: Resident) -> None:

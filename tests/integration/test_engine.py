@@ -100,7 +100,7 @@ def test_host_memory_alone_saves_and_resumes(tmp_path):
 
 
 def test_a_checkpoint_of_another_cut_is_refused_with_the_value_to_set(tmp_path, dirs):
-    found = run("other_cut", 1, tmp_path, dirs=dirs, host_memory=400_000, checkpoint=str(tmp_path / "ckpt"))
+    found = run("other_cut", 1, tmp_path, dirs=dirs, host_memory=420_000, checkpoint=str(tmp_path / "ckpt"))
     assert "sub_group_size" in found[0]["error"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from mlpo_hpc.state.cache import Pool, keep_suffix, step_order
 from mlpo_hpc.state.codec.fp32 import record_bytes
 from mlpo_hpc.state.layout import choose_subgroup_size, count_subgroups, lay_out, least_host_bytes, pick_chunk_bytes
-from mlpo_hpc.state.placement import choose, divide_slots
+from mlpo_hpc.state.placement import Adaptive, choose, divide_slots
 from mlpo_hpc.state.table import cuts
+from mlpo_hpc.telemetry import metrics
 
 weights_st = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
@@ -39,6 +41,69 @@ def test_the_paper_s_two_to_one():
     assert choose([2, 1], [0, 0], [0, 9], 1) == 1, "a full tier is passed over"
     assert choose([2, 1], [0, 0], [0, 0], 1) is None
     assert choose([1, 0], [10, 0], [9, 9], 1) == 0, "weight 0: only when no other has room"
+
+
+class Tier:
+    """What placement asks a tier for."""
+
+    def __init__(self, bps):
+        self.bps = bps
+        self.writes = SimpleNamespace(meter=SimpleNamespace(backlog_bytes=0))
+
+    def recent_bps(self):
+        return self.bps
+
+
+def shares(placement, tiers, count=300):
+    placement.begin()
+    picked = [placement.pick([10**6] * len(tiers), 100) for _ in range(count)]
+    return [picked.count(number) / count for number in range(len(tiers))]
+
+
+def test_adaptive_placement_follows_what_the_tiers_give():
+    tiers = [Tier(None), Tier(None), Tier(None)]
+    placement = Adaptive([200.0, 100.0, 100.0], tiers)
+    assert shares(placement, tiers) == pytest.approx([0.5, 0.25, 0.25], abs=0.01), "as measured, to begin with"
+    for tier, bps in zip(tiers, (100.0, 200.0, 100.0), strict=True):
+        tier.bps = bps
+    assert shares(placement, tiers) == pytest.approx([0.25, 0.5, 0.25], abs=0.01)
+    tiers[1].bps = 50.0  # in the middle of a step: what it was given already counts at its new rate
+    assert [placement.pick([9, 9, 9], 100) for _ in range(10)].count(1) == 0
+
+
+def test_adaptive_placement_reckons_with_what_is_still_queued():
+    tiers = [Tier(100.0), Tier(100.0)]
+    placement = Adaptive([1.0, 1.0], tiers)
+    tiers[0].writes.meter.backlog_bytes = 500
+    placement.begin()
+    assert [placement.pick([9, 9], 100) for _ in range(6)] == [1, 1, 1, 1, 1, 0]
+    assert placement.pick([9, 0], 100) == 0, "a full tier is passed over"
+    assert placement.pick([0, 0], 100) is None
+
+
+def test_a_rate_is_that_of_the_last_chunks_while_there_were_any_to_move(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    meter = metrics.Meter()
+
+    def serve(wait_s, move_s):
+        with meter.serving(1000):
+            now[0] += wait_s
+            with meter.moving(1000):
+                now[0] += move_s
+        now[0] += 10.0  # nothing to do
+
+    for _ in range(metrics.LEAST_CHUNKS):
+        serve(0.0, 1.0)
+    assert meter.recent_bps() is None
+    for _ in range(metrics.RECENT_CHUNKS):
+        serve(0.0, 1.0)
+    assert meter.recent_bps() == pytest.approx(1000.0)
+    for _ in range(metrics.RECENT_CHUNKS):
+        serve(1.0, 1.0)
+    assert meter.recent_bps() == pytest.approx(500.0), "waiting for a turn is time too"
+    meter.asked(70)
+    assert meter.backlog_bytes == 70 - 1000 * (metrics.LEAST_CHUNKS + 2 * metrics.RECENT_CHUNKS)
 
 
 @given(count=st.integers(1, 10**6), weights=weights_st, data=st.data())
@@ -118,9 +183,9 @@ def test_a_layout_has_room_for_all_and_for_copies_in_flight(sizes, chunk, tiers)
 
 
 def test_chunks_are_small_enough_to_share_and_large_enough_for_bandwidth():
-    assert pick_chunk_bytes([60 * 2**20], 64 * 2**20) == 10 * 2**20
+    assert pick_chunk_bytes([64 * 2**20], 64 * 2**20) == 4 * 2**20
     assert pick_chunk_bytes([2**20], 64 * 2**20) == 2**20
-    assert pick_chunk_bytes([600 * 2**20], 64 * 2**20) == 64 * 2**20
+    assert pick_chunk_bytes([1600 * 2**20], 64 * 2**20) == 64 * 2**20
     assert pick_chunk_bytes([600 * 2**20], 5000) == 4096
 
 

@@ -197,14 +197,41 @@ def test_small_subgroups_stay_as_they_are():
     assert Records([10], [3], [[Part("a", 10)]], lambda _: torch.empty(0)).codec == "fp32"
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_blocks_do_not_show(num_threads):
+def test_blocks_do_not_show():
     form = SplitForm(200_001, 2, (200_001,))
     master = torch.randn(form.numel)
     weights = master.to(torch.bfloat16)
     record = memoryview(bytearray(form.nbytes))
-    split, back = Split(num_threads), torch.empty(form.numel)
+    split, back = Split(), torch.empty(form.numel)
     assert split.encode(form, record, weights, master)
     assert split.decode(form, record, weights, back) == []
     assert torch.equal(back, master)
     assert len(state_vectors(form, record)) == 2
+
+
+def test_what_is_put_off_is_encoded_before_its_memory_is_needed():
+    """The last record of a step stays decoded; it is found so, or settled first."""
+    torch.manual_seed(1)
+    masters = [torch.randn(5000) for _ in range(2)]
+    weights = [master.to(torch.bfloat16) for master in masters]
+    records = Records([5000, 5000], [3, 3], [[Part("a", 5000)], [Part("b", 5000)]], lambda s: weights[s])
+    records.lend(memoryview(bytearray(records.master_bytes)))
+    memory = [memoryview(bytearray(records.nbytes(0))) for _ in masters]
+
+    def resize(_subgroup, _nbytes):
+        raise AssertionError("it fits")
+
+    for subgroup, master in enumerate(masters):
+        records.vectors(subgroup, memory[subgroup])[0].copy_(master)
+        records.encode_later(subgroup, memory[subgroup], resize)
+    records.settle(0)  # nothing to do any more: it was settled when 1 needed the memory
+    assert not any(bytes(memory[1])), "not yet"
+    assert torch.equal(records.decode(1, memory[1])[0], masters[1]), "found as it was left"
+    assert torch.equal(records.decode(0, memory[0])[0], masters[0])
+    assert torch.equal(records.decode(1, memory[1])[0], masters[1]), "settled by the line before"
+    records.encode_later(1, memory[1], resize)
+    weights[1] = torch.zeros(5000, dtype=torch.bfloat16)
+    assert not records.decode(1, memory[1])[0].any(), "a change from outside counts here too"
+    records.encode_later(1, memory[1], resize)
+    records.settle(1)
+    assert not Records.decode(records, 1, memory[1])[0].any()

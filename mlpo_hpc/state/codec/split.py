@@ -13,6 +13,7 @@ The two differ in length.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     import torch
 
 LOW_BYTES = 2
-BLOCK_ITEMS = 65536
-"""Items a thread works on before it goes on: they stay in its cache between the passes."""
+BLOCK_ITEMS = 2**18
+"""Items that are worked on before the next: they stay in the cache between the passes, and torch does not share so few
+with its other threads, which would have to wait for the ones that move bytes."""
 SPARE_EXCEPTIONS = 64
 ITEMS_PER_EXCEPTION = 1024
 
@@ -84,18 +86,12 @@ class SplitForm:
 
 
 class Split:
-    """Encodes and decodes, block by block with one piece of memory.
+    """Encodes and decodes, block by block with one piece of memory."""
 
-    Parameters
-    ----------
-    num_threads : int
-        Threads that torch uses.
-    """
-
-    def __init__(self, num_threads: int = 1) -> None:
+    def __init__(self) -> None:
         import torch
 
-        self._block = torch.empty(BLOCK_ITEMS * num_threads, dtype=torch.int32)
+        self._block = torch.empty(BLOCK_ITEMS, dtype=torch.int32)
 
     def decode(self, form: SplitForm, record: memoryview, weights: torch.Tensor, master: torch.Tensor) -> list[int]:
         """Rebuild the master weights.
@@ -119,18 +115,14 @@ class Split:
         import torch
 
         low, tail = _low(form, record), _Tail(form, record)
-        for items in self._blocks(form.numel):
-            part, block = master[items], self._block[: items.stop - items.start]
-            part.copy_(weights[items])
-            part.view(torch.int32).add_(block.copy_(low[items]))
+        for part, bits, upper, lower in self._cut(master, master.view(torch.int32), weights, low):
+            part.copy_(upper)
+            # Added as it is, torch would make a 32-bit copy of it first, in new memory each time.
+            bits.add_(self._block[: len(lower)].copy_(lower))
         count = int(tail.count[0])
         if count:
             master.numpy().view(np.int32)[tail.positions[:count]] = tail.bits[:count]
-        changed = [i for i, found in enumerate(_checksums(form, weights)) if found != tail.checksums[i]]
-        for index in changed:
-            begin = sum(form.pieces[:index])
-            master[begin : begin + form.pieces[index]].copy_(weights[begin : begin + form.pieces[index]])
-        return changed
+        return take_over(form, tail.checksums.tolist(), weights, master)
 
     def encode(self, form: SplitForm, record: memoryview, weights: torch.Tensor, master: torch.Tensor) -> bool:
         """Store the master weights; parameters as for `decode`.
@@ -145,14 +137,15 @@ class Split:
         low, tail = _low(form, record), _Tail(form, record)
         bits = master.view(torch.int32)
         positions: list[torch.Tensor] = []
-        for items in self._blocks(form.numel):
-            block = self._block[: items.stop - items.start]
-            block.view(torch.float32).copy_(weights[items])
-            torch.sub(bits[items], block, out=block)
-            low[items].copy_(block)
-            least, most = torch.aminmax(block)
-            if least < -(2**15) or most >= 2**15:
-                positions.append((block != low[items]).nonzero().flatten() + items.start)
+        for number, (part, upper, lower) in enumerate(self._cut(bits, weights, low)):
+            block = self._block[: len(lower)]
+            block.view(torch.float32).copy_(upper)
+            torch.sub(part, block, out=block)
+            lower.copy_(block)
+            # What does not fit into 16 bits has another upper half than 0 now.
+            found = block.add_(2**15).bitwise_and_(-(2**16)).nonzero().flatten()
+            if len(found):
+                positions.append(found + number * BLOCK_ITEMS)
                 if sum(map(len, positions)) > form.capacity:
                     return False
         np.frombuffer(record, np.uint8)[form.master_offset + form.numel * LOW_BYTES : form.nbytes] = 0
@@ -160,12 +153,11 @@ class Split:
         tail.count[0] = len(where)
         tail.positions[: len(where)] = where
         tail.bits[: len(where)] = bits.numpy()[where]
-        tail.checksums[:] = list(_checksums(form, weights))
+        tail.checksums[:] = checksums(form, weights)
         return True
 
-    def _blocks(self, numel: int) -> Iterator[slice]:
-        for begin in range(0, numel, len(self._block)):
-            yield slice(begin, min(begin + len(self._block), numel))
+    def _cut(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        return zip(*(cast(Any, tensor).split(BLOCK_ITEMS) for tensor in tensors), strict=True)
 
 
 class _Tail:
@@ -188,13 +180,26 @@ def _low(form: SplitForm, record: memoryview) -> torch.Tensor:
     return torch.frombuffer(record, dtype=torch.int16, count=form.numel, offset=form.master_offset)
 
 
-def _checksums(form: SplitForm, weights: torch.Tensor) -> Iterator[int]:
+def checksums(form: SplitForm, weights: torch.Tensor) -> list[int]:
+    """One of the 16-bit weights of each parameter."""
     import torch
 
-    items, begin = weights.view(torch.int16).numpy(), 0
-    for numel in form.pieces:
-        yield xxhash.xxh3_64_intdigest(cast(Any, items[begin : begin + numel]))
-        begin += numel
+    items = weights.view(torch.int16).numpy()
+    return [xxhash.xxh3_64_intdigest(cast(Any, items[part])) for part in _parts(form)]
+
+
+def take_over(form: SplitForm, before: list[int], weights: torch.Tensor, master: torch.Tensor) -> list[int]:
+    """Let 16-bit weights that are not those of the checksums become the master weights; which parameters these are."""
+    parts, now = _parts(form), checksums(form, weights)
+    changed = [index for index, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
+    for index in changed:
+        master[parts[index]].copy_(weights[parts[index]])
+    return changed
+
+
+def _parts(form: SplitForm) -> list[slice]:
+    ends = list(itertools.accumulate(form.pieces))
+    return [slice(end - numel, end) for end, numel in zip(ends, form.pieces, strict=True)]
 
 
 def state_vectors(form: SplitForm, record: memoryview) -> list[torch.Tensor]:
