@@ -121,6 +121,11 @@ class Records:
         """Bytes of it at most: where it is stored as it is used."""
         return fp32.record_bytes(self.numels[subgroup], self._num_vectors[subgroup])
 
+    def state_bytes(self, subgroup: int) -> int:
+        """How many of a record's first bytes are state vectors: they are done with when the optimizer is."""
+        form = self._forms[subgroup]
+        return 0 if form is None else form.master_offset
+
     def vectors(self, subgroup: int, record: memoryview) -> list[torch.Tensor]:
         """Master weights and state vectors, to be written to; the master weights may be undefined before."""
         form = self._forms[subgroup]

@@ -283,6 +283,7 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     def _optimizer_step(self, position: int) -> Any:
         subgroup, begin = self._subgroup_at(position), time.perf_counter()
         result = super()._optimizer_step(subgroup)
+        self._give_back_state(subgroup)
         if self._tell is not None:
             self._tell(f"subgroup {subgroup}", begin, time.perf_counter(), 0)
         return result
@@ -328,6 +329,13 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
                 if changed.narrow(0, offset, numel).any():
                     self._offload_boundary_param_ids.add(param.ds_id)
         self._give_back(sub_group_id, dirty=write_opt_state)
+
+    def _give_back_state(self, subgroup: int) -> None:
+        """Moments are done with: they can be written while the weights are still at work."""
+        master, record = self.fp32_partitioned_groups_flat[subgroup], self._bound[subgroup]
+        nbytes = self._state.records.state_bytes(subgroup)
+        if nbytes and self._state.is_in_place(subgroup, record, self.optimizer, master):
+            self._store.pipeline.put_first(subgroup, nbytes)
 
     def _give_back(self, subgroup: int, dirty: bool) -> None:
         master, record = self.fp32_partitioned_groups_flat[subgroup], self._bound.pop(subgroup)

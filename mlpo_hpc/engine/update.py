@@ -140,6 +140,14 @@ class BoundState:
             self._scalars[subgroup] = state
         _empty(master)
 
+    def is_in_place(
+        self, subgroup: int, record: memoryview, optimizer: torch.optim.Optimizer, master: torch.Tensor
+    ) -> bool:
+        """Whether the state vectors are those of the record still, not ones that the optimizer made anew."""
+        state = optimizer.state.get(master, {})
+        pairs = zip(self.specs[subgroup].vectors, self.records.vectors(subgroup, record)[1:], strict=True)
+        return all(key in state and state[key].data_ptr() == slot.data_ptr() for key, slot in pairs)
+
     def forget(self, optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
         """Undo `bind` where nothing was changed; what refers to the state's dict keeps it whole."""
         optimizer.state.pop(master, None)

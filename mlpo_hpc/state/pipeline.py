@@ -149,8 +149,14 @@ class Pipeline:
                 resident.buffer.discard(slice(nbytes, record.nbytes))
                 self.pool.give(record.nbytes - nbytes)
             record.nbytes = nbytes
-            resident.present = set(range(len(self.table.cuts(subgroup))))
+            resident.present = set(range(len(self.table.cuts(subgroup)))) - set(resident.absent)
             return resident.buffer.view(nbytes)
+
+    def put_first(self, subgroup: int, nbytes: int) -> None:
+        """Hand back the first bytes of a subgroup in use, changed; the rest is handed back by `put`, changed too."""
+        with self._watch:
+            if subgroup not in self._keep and self.tiers:
+                self._writer.write(subgroup, self._residents[subgroup], nbytes // self.table.chunk_bytes)
 
     def put(self, subgroup: int, dirty: bool = True) -> None:
         """Hand a subgroup back: it stays in host memory if it is to be kept, else it is written."""
@@ -367,15 +373,17 @@ class Pipeline:
         self._forget(subgroup, resident)
 
     def _forget(self, subgroup: int, resident: Resident) -> None:
-        """Nothing of it is in memory any more, or on its way."""
-        if not resident.present and not resident.in_flight:
+        """Forget a subgroup of which nothing is in memory any more, or on its way."""
+        if not (resident.present or resident.in_flight or resident.in_use or resident.dirty):
             del self._residents[subgroup]
 
     # ---- writing --------------------------------------------------------------------------
 
     def _write(self, subgroup: int) -> None:
         self.before_write(subgroup)
-        self._writer.write(subgroup, self._residents[subgroup])
+        resident = self._residents[subgroup]
+        self._writer.write(subgroup, resident)
+        self._forget(subgroup, resident)
 
     def _after_write(self, subgroup: int, resident: Resident) -> None:
         """A chunk was written: its memory can be had."""

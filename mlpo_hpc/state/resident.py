@@ -34,6 +34,8 @@ class Resident:
     """Chunks on their way into memory."""
     unwritten: int = 0
     """Chunks whose write was asked for and is not done."""
+    asked: set[int] = field(default_factory=set)
+    """Chunks whose write was asked for since the last commit."""
     written: dict[int, Chunk] = field(default_factory=dict)
     """New chunks by position, until all are there to be committed."""
     in_use: bool = False
@@ -57,10 +59,9 @@ class Resident:
         return bool(self.reading or self.unwritten)
 
     def spare(self) -> Sequence[int]:
-        """Chunks whose memory can be had: the tiers have them too."""
-        if self.in_use:
-            return ()
-        return [i for i in self.present if i in self.written] if self.dirty else list(self.present)
+        """Chunks whose memory can be had: the tiers have them too, and nobody uses them."""
+        held = self.in_use or self.dirty
+        return [i for i in self.present if i in self.written] if held else list(self.present)
 
     def drop(self, index: int) -> None:
         """A chunk leaves memory."""

@@ -46,12 +46,16 @@ class WriteBehind:
         self._after = after
         self._unplaced: deque[tuple[int, int, Resident]] = deque()
 
-    def write(self, subgroup: int, resident: Resident) -> None:
-        """Queue all chunks of a subgroup for writing into free slots."""
-        resident.written = {}
-        resident.unwritten = len(self._table.cuts(subgroup))
-        self._unplaced.extend((subgroup, index, resident) for index in range(resident.unwritten))
+    def write(self, subgroup: int, resident: Resident, num_chunks: int | None = None) -> None:
+        """Queue all chunks of a subgroup, or the first ones, for writing into free slots; each of them once."""
+        if num_chunks is None:
+            num_chunks = len(self._table.cuts(subgroup))
+        wanted = [index for index in range(num_chunks) if index not in resident.asked]
+        resident.asked.update(wanted)
+        resident.unwritten += len(wanted)
+        self._unplaced.extend((subgroup, index, resident) for index in wanted)
         self._place_chunks()
+        self._commit_if_whole(subgroup, resident)
 
     def _place_chunks(self) -> None:
         """Give waiting chunks to tiers, first come first served, so that one record at least gets through."""
@@ -88,18 +92,19 @@ class WriteBehind:
             resident.written[index] = Chunk(tier, slot, nbytes, checksum)
             resident.unwritten -= 1
             try:
-                if not resident.unwritten:
-                    self._commit(subgroup, resident)
+                self._commit_if_whole(subgroup, resident)
                 self._after(subgroup, resident)
             except Exception as failure:  # no memory for the next read, say: the main thread must hear of it
                 self._watch.note(failure)
             self._watch.notify()
 
-    def _commit(self, subgroup: int, resident: Resident) -> None:
-        """The new copy is complete: point the table at it and free the old slots."""
+    def _commit_if_whole(self, subgroup: int, resident: Resident) -> None:
+        """When the new copy is complete: point the table at it and free the old slots."""
+        if resident.in_use or len(resident.written) < len(self._table.cuts(subgroup)):
+            return
         chunks = tuple(resident.written[index] for index in sorted(resident.written))
         for old in self._table.commit(subgroup, chunks):
             self._tiers[old.tier].slots.give(old.slot)
-        resident.written = {}
+        resident.written, resident.asked = {}, set()
         resident.dirty = False
         self._place_chunks()
