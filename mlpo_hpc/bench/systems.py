@@ -132,6 +132,6 @@ def _paper(system: str, ranks: int, tiers: Sequence[BenchTier]) -> dict[str, Any
 
 
 def static_weights(tiers: Sequence[BenchTier]) -> list[float]:
-    """The paper's: fixed, by how fast the tiers are, such as 2:1."""
+    """The paper's: fixed, in whole numbers, by how fast the tiers are, such as 2:1."""
     slowest_bps = min((tier.rate_bps for tier in tiers), default=0.0)
-    return [round(tier.rate_bps / slowest_bps, 1) if slowest_bps else 1.0 for tier in tiers]
+    return [float(round(tier.rate_bps / slowest_bps)) if slowest_bps else 1.0 for tier in tiers]

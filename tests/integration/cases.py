@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 SUB_GROUP_SIZE = 2000
-STEPS = 12
+STEPS = 10
 
 FACTORS: dict[str, list[Any]] = {
     "dtype": ["bf16", "fp32", "fp16"],
