@@ -23,6 +23,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from mlpo_hpc.cluster.cores import cores_of_rank, thread_advice
 from mlpo_hpc.cluster.node import find_node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.engine.contents import describe_contents
@@ -38,7 +39,7 @@ from mlpo_hpc.state.layout import choose_subgroup_size
 from mlpo_hpc.state.store import Needs, Store, open_store, share_bytes
 from mlpo_hpc.state.table import Record
 from mlpo_hpc.storage.base import round_up
-from mlpo_hpc.telemetry.log import say
+from mlpo_hpc.telemetry.log import say, warn
 from mlpo_hpc.telemetry.report import PhaseClock, StepReport
 from mlpo_hpc.telemetry.trace import Tell
 
@@ -130,6 +131,9 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         gradient_bytes = round_up(max(numels) * ITEM_BYTES)
         needs = Needs(records, gradient_bytes + held.master_bytes, self._later_bytes(sum(numels)), self._contents)
         store = open_store(self._config, self._node, needs)
+        if advice := next(filter(None, gather(thread_advice(torch.get_num_threads(), cores_of_rank(self._node)))), ""):
+            # Not done for the user: how a subgroup is divided among threads shows in the last bit of some items.
+            warn(advice)
         closing = weakref.finalize(self, store.close)
         atexit.register(closing)  # before what was registered earlier ends MPI, unlike `finalize` alone
         if store.trace is not None:

@@ -68,6 +68,22 @@ def test_kill_9_leaves_nothing(tmp_path, dirs):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_that_were_changed_from_outside_become_master_weights(num_ranks, tmp_path, dirs):
+    """Pruned weights would be NaNs with their old low halves; stock DeepSpeed drops the change."""
+    outcomes = launch("changed_weights", num_ranks, tmp_path, dirs=dirs)
+    for rank, outcome in enumerate(outcomes):
+        file = tmp_path / f"out.{rank}"
+        assert outcome.finished(file), outcome.text[-4000:]
+        found = json.loads(file.read_text())
+        assert found.pop("codec") == "split"
+        names = found.pop("names")
+        assert len(found) == 9
+        assert all(found.values()), found
+    for name in names:
+        assert outcomes[0].text.count(f"16-bit weights of {name} were changed from outside") == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_debug_api_reads_and_sets_through_the_cache(num_ranks, tmp_path, dirs):
     for found in run("debug_api", num_ranks, tmp_path, dirs=dirs):
         assert found == {

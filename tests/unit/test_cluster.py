@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlpo_hpc.cluster import launch, memory, network, node
+from mlpo_hpc.cluster.cores import fair_cores, thread_advice
 from mlpo_hpc.cluster.memory import _cgroup_headrooms
 from mlpo_hpc.errors import ConfigError, MpiMismatch
 from mlpo_hpc.tokens import open as tokens_open
@@ -317,3 +318,24 @@ def test_a_limit_counts_v1(tmp_path):
 def test_no_control_group_is_ordinary(tmp_path):
     assert list(_cgroup_headrooms(tmp_path / "missing", tmp_path)) == []
     assert memory.available_bytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("mine", "everyone", "cores"),
+    [
+        ({0, 1, 2, 3}, [{0, 1, 2, 3}], 4),
+        ({0, 1, 2, 3}, [{0, 1, 2, 3}] * 4, 1),
+        ({0, 1}, [{0, 1}, {2, 3}], 2),
+        ({0}, [{0}] * 8, 1),
+        (range(64), [range(64)] * 4, 16),
+        ({0, 1, 2, 3}, [{0, 1, 2, 3}, {0, 1}], 3),
+    ],
+)
+def test_the_cores_of_a_rank_are_those_that_others_do_not_take(mine, everyone, cores):
+    assert fair_cores(mine, everyone) == cores
+
+
+def test_a_bad_number_of_threads_is_told_with_a_good_one():
+    assert thread_advice(8, 8) == thread_advice(4, 8) == thread_advice(1, 2) == thread_advice(1, 1) == ""
+    assert "OMP_NUM_THREADS=16" in thread_advice(1, 16)
+    assert "in each other's way" in thread_advice(64, 16)
