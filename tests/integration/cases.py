@@ -10,6 +10,7 @@ SUB_GROUP_SIZE = 2000
 STEPS = 10
 
 FACTORS: dict[str, list[Any]] = {
+    "ranks": [1, 2],
     "dtype": ["bf16", "fp32", "fp16"],
     "accumulation": [1, 4],
     "accumulate_in": [None, "fp32"],
@@ -26,7 +27,7 @@ FACTORS: dict[str, list[Any]] = {
     "files": ["raw", "hdf5"],
 }
 
-CORE = ["dtype", "accumulation", "clipping", "feature", "order", "budget"]
+CORE = ["ranks", "dtype", "accumulation", "clipping", "feature", "order", "budget"]
 """Factors of which `make test-all` runs the whole product; the others vary at random with them."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}

@@ -13,13 +13,16 @@ from tests.ranks import run_ranks
 
 def pytest_generate_tests(metafunc):
     if "case_index" in metafunc.fixturenames:
-        cases = chosen_cases(metafunc.config)
-        metafunc.parametrize("num_ranks", [1, 2], scope="module")
-        metafunc.parametrize("case_index", range(len(cases)), ids=[name_of(case) for case in cases])
+        chosen = [(ranks, i, case) for ranks in (1, 2) for i, case in enumerate(chosen_cases(metafunc.config, ranks))]
+        cases = [(ranks, index) for ranks, index, _ in chosen]
+        metafunc.parametrize(
+            ("num_ranks", "case_index"), cases, ids=[name_of(case) for *_, case in chosen], scope="module"
+        )
 
 
-def chosen_cases(config):
-    return product(FACTORS, CORE) if config.getoption("--all") else pairwise(FACTORS)
+def chosen_cases(config, num_ranks):
+    cases = product(FACTORS, CORE) if config.getoption("--all") else pairwise(FACTORS)
+    return [case for case in cases if case["ranks"] == num_ranks]
 
 
 def name_of(case):
@@ -30,7 +33,7 @@ def name_of(case):
 def results(num_ranks, tmp_path_factory, request):
     """All cases in one launch: importing DeepSpeed takes longer than a case."""
     folder = tmp_path_factory.mktemp(f"gate{num_ranks}")
-    cases = chosen_cases(request.config)
+    cases = chosen_cases(request.config, num_ranks)
     dirs = [folder / name for name in "abc"]
     for path in dirs:
         path.mkdir()
