@@ -10,7 +10,7 @@ NOTHING_SKIPPED = "TEST_NOTHING_SKIPPED"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run whole products of cases instead of a pairwise choice")
+    parser.addoption("--all", action="store_true", help="run whole products of cases instead of a choice")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -18,6 +18,9 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--all"):
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("whole")])
+    items[:] = [item for item in items if not item.get_closest_marker("whole")]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -81,6 +81,7 @@ def test_one_tier_of_a_test_bed(tmp_path):
     assert "update_vs_nvme" not in found["ratios"]
 
 
+@pytest.mark.whole
 def test_host_memory_only_on_two_ranks(tmp_path):
     _, found = bench(tmp_path, "--no-tiers", "--systems", "ours", "--ga", "2", "--ranks", "2")
     assert [sample["accumulation"] for sample in found["samples"]] == [2, 2]

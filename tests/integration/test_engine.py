@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from tests.ranks import ROOT, run_ranks
+
+WHOLE = partial(pytest.param, marks=pytest.mark.whole)
+RANKS = [WHOLE(1), 2]
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def run(scenario, num_ranks, tmp_path, **args):
     return results
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_destroy_leaves_nothing_and_a_second_engine_works(num_ranks, tmp_path, dirs):
     for found in run("lifecycle", num_ranks, tmp_path, dirs=dirs):
         assert found["during"]["threads"]
@@ -67,7 +71,7 @@ def test_kill_9_leaves_nothing(tmp_path, dirs):
     assert [*(tmp_path / "nvme").iterdir(), *(tmp_path / "pfs").iterdir()] == []
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_weights_that_were_changed_from_outside_become_master_weights(num_ranks, tmp_path, dirs):
     """Pruned weights would be NaNs with their old low halves; stock DeepSpeed drops the change."""
     outcomes = launch("changed_weights", num_ranks, tmp_path, dirs=dirs)
@@ -83,7 +87,7 @@ def test_weights_that_were_changed_from_outside_become_master_weights(num_ranks,
         assert outcomes[0].text.count(f"16-bit weights of {name} were changed from outside") == 1
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_the_debug_api_reads_and_sets_through_the_cache(num_ranks, tmp_path, dirs):
     for found in run("debug_api", num_ranks, tmp_path, dirs=dirs):
         assert found == {
@@ -96,7 +100,7 @@ def test_the_debug_api_reads_and_sets_through_the_cache(num_ranks, tmp_path, dir
         }
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), [(1, "bf16"), (2, "bf16"), (2, "fp16")])
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(1, "bf16"), WHOLE(2, "bf16"), (2, "fp16")])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(num_ranks, dtype, tmp_path, dirs):
     for found in run("resume", num_ranks, tmp_path, dirs=dirs, dtype=dtype, checkpoint=str(tmp_path / "ckpt")):
         assert found["equal"]
@@ -128,7 +132,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_layers_used_in_part_get_their_true_gradient(num_ranks, tmp_path, dirs):
     cases = [{"windows": windows, "clip": clip} for windows in WINDOWS.values() for clip in (0.0, 0.05)]
     for found in run("partial_use", num_ranks, tmp_path, dirs=dirs, cases=cases):
@@ -219,7 +223,7 @@ def test_a_second_job_in_the_same_directory_is_refused(tmp_path, dirs):
     assert dirs[1] in found[0]["errors"][0]
 
 
-@pytest.mark.parametrize("what", ["ENOSPC", "EDQUOT", "EIO", "truncated", "altered"])
+@pytest.mark.parametrize("what", ["ENOSPC", WHOLE("EDQUOT"), "EIO", "truncated", "altered"])
 def test_a_fault_in_mid_step_is_said_and_ends_the_world(what, tmp_path, dirs):
     outcomes = launch("fault_in_step", 2, tmp_path, dirs=dirs, rank=1, what=what)
     assert all(outcome.code != 0 for outcome in outcomes), outcomes[0].text[-2000:]

@@ -51,7 +51,7 @@ def test_slower_tiers_get_less(capped):
     assert 1.6 < tiers["t0"]["bytes_written"] / tiers["t1"]["bytes_written"] < 2.5
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_memory_stays_within_the_budget_from_start_to_end(num_ranks, tmp_path):
     dirs = [tmp_path / name for name in "ab"]
     for path in dirs:

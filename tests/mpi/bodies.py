@@ -346,7 +346,8 @@ def test_auto_takes_turns_where_they_pay(world: MPI.Intracomm) -> None:
     bps = {}
     for backend in ("auto", "off"):
         with probes, opened, patch.object(contention, "PHASE_S", 0.2):
-            section = {"tiers": [{"name": os.path.basename(path), "dir": path} for path in drives]}
+            tiers = [{"name": os.path.basename(path), "dir": path} for path in drives]
+            section = {"tiers": tiers, "placement": "proportional"}  # by what is measured at the start
             engine, _ = train(world, folder, backend, steps=1, **section)
             engine.optimizer._store.pipeline.flush()
             world.Barrier()
