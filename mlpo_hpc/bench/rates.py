@@ -11,8 +11,8 @@ from mlpo_hpc.storage.filesystem import describe
 from mlpo_hpc.storage.probe import Probe, open_probe
 
 ROUNDS = 3
-ROUND_S = 4.0
-"""About how long each reads or writes in a round: a throttle, or a cache, gives more at first."""
+ROUND_S = 1.5
+"""About how long each reads or writes in a round."""
 MOST_SPACE = 16
 """Part of the free space that is written: one over this."""
 
