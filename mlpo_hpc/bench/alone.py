@@ -23,6 +23,7 @@ import numpy as np
 from mlpo_hpc.bench.conditions import BenchTier
 from mlpo_hpc.bench.rates import measure_tier
 from mlpo_hpc.bench.testbed import CappedDisk, capped_disks
+from mlpo_hpc.cli.bench import read_caps, read_tiers
 from mlpo_hpc.state.cache import Pool
 from mlpo_hpc.state.layout import lay_out
 from mlpo_hpc.state.pipeline import Pipeline
@@ -83,7 +84,7 @@ def stream(tiers: Sequence[BenchTier], load: Load, before_step: Callable[[int], 
     before_step : callable
         Called before each step with its number.
     """
-    rates = [min(tier.read_bps or 0.0, tier.write_bps or 0.0) for tier in tiers]
+    rates = [tier.rate_bps for tier in tiers]
     sizes = [load.record_bytes] * load.num_records
     layout = lay_out(sizes, 64 * 2**20, rates, [2 * sum(sizes)] * len(tiers), free=True)
     with ExitStack() as endings:
@@ -137,24 +138,25 @@ def follow(tiers: Sequence[BenchTier], disk: CappedDisk, cap_bps: int, load: Loa
 
 @click.command()
 @click.argument("directories", nargs=-1, metavar="[NAME=]DIR ...")
-@click.option("--testbed", metavar="NAME=MB/S,...", help="Make disks with this speed instead (root).")
+@click.option(
+    "--testbed", callback=read_caps, metavar="NAME=MB/S,...", help="Make disks with this speed instead (root)."
+)
 @click.option("--slow", metavar="NAME", help="Of --testbed: halve the speed of this disk in the middle.")
 @click.option("--steps", type=click.IntRange(2), default=6, show_default=True)
-def main(directories: tuple[str, ...], testbed: str | None, slow: str | None, steps: int) -> None:
+def main(directories: tuple[str, ...], testbed: dict[str, int] | None, slow: str | None, steps: int) -> None:
     """Measure the state engine alone; prints JSON."""
     load = Load(steps=steps)
     state_bytes = load.num_records * load.record_bytes
-    caps = {
-        name: int(rate) * MB for name, _, rate in (pair.partition("=") for pair in (testbed or "").split(",")) if name
-    }
+    caps = testbed or {}
+    if bool(directories) == bool(caps) or (slow is not None and slow not in caps):
+        raise click.UsageError("give either directories or --testbed, and --slow the name of a disk of it")
     with ExitStack() as disks:
         made: dict[str, CappedDisk] = {}
         if caps:
             folder = Path(disks.enter_context(tempfile.TemporaryDirectory(prefix="mlpo-testbed-")))
             made = disks.enter_context(capped_disks(folder, caps, dict.fromkeys(caps, 2 * state_bytes)))
-        named = [text.partition("=") for text in directories]
-        dirs = {name: str(disk.path) for name, disk in made.items()} or {name: path for name, _, path in named}
-        tiers = [measure_tier(BenchTier(name, path)) for name, path in dirs.items()]
+        laid_out = [BenchTier(name, str(disk.path)) for name, disk in made.items()]
+        tiers = [measure_tier(tier) for tier in laid_out or read_tiers(directories, None)]
         result: dict[str, Any] = {"rates_bps": {tier.name: [tier.read_bps, tier.write_bps] for tier in tiers}}
         if slow is not None:
             result["follow"] = follow(tiers, made[slow], caps[slow], load)

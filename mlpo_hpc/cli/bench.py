@@ -42,7 +42,7 @@ def _size(_: click.Context, __: click.Parameter, text: str | None) -> int | None
         raise click.BadParameter(f"{text!r} is no size, such as 268MB or 2GiB") from None
 
 
-def _caps(_: click.Context, __: click.Parameter, text: str | None) -> dict[str, int] | None:
+def read_caps(_: click.Context, __: click.Parameter, text: str | None) -> dict[str, int] | None:
     """Bytes per second by name."""
     if text is None:
         return None
@@ -74,7 +74,9 @@ def _counts(_: click.Context, __: click.Parameter, text: str | None) -> tuple[in
 
 @click.command(epilog=EXAMPLES)
 @click.argument("directories", nargs=-1, metavar="[NAME=]DIR ...")
-@click.option("--testbed", callback=_caps, metavar="NAME=MB/S,...", help="Make disks with this speed instead (root).")
+@click.option(
+    "--testbed", callback=read_caps, metavar="NAME=MB/S,...", help="Make disks with this speed instead (root)."
+)
 @click.option("--no-tiers", is_flag=True, help="Host memory only: ours beside stock CPU offload.")
 @click.option(
     "--systems",
@@ -117,7 +119,7 @@ def bench(
     if no_tiers and (misfits := [name for name in chosen if name not in ("cpu", "ours")]):
         raise click.UsageError(f"{', '.join(misfits)} need a tier")
     _look_at_outputs(json_file)
-    conditions = _conditions(_tiers(directories, testbed), quick, **wishes)
+    conditions = _conditions(read_tiers(directories, testbed), quick, **wishes)
     try:
         with undone_on_signals():
             outcome = _measure(conditions, chosen, testbed, compile_timeout)
@@ -142,7 +144,7 @@ def _usual_systems(quick: bool, no_tiers: bool) -> tuple[str, ...]:
     return QUICK if quick else tuple(SYSTEMS)
 
 
-def _tiers(directories: tuple[str, ...], caps: dict[str, int] | None) -> tuple[BenchTier, ...]:
+def read_tiers(directories: tuple[str, ...], caps: dict[str, int] | None) -> tuple[BenchTier, ...]:
     """Those given; those of a test bed have no directory yet."""
     from mlpo_hpc.bench.conditions import BenchTier
 
