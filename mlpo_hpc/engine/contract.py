@@ -42,6 +42,7 @@ METHODS = {
     "_offload_grad_partition_at_boundary": ("param", "grad_buffer"),
     "partition_grads": ("params_to_release", "grad_partitions"),
     "complete_grad_norm_calculation_for_cpu_offload": ("params",),
+    "_unflatten_partitioned_parameters": ("sub_group_id",),
     "_pre_step": (),
     "_post_step": ("timer_names",),
     "_rigid_state_dict": (),

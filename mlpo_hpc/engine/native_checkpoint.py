@@ -33,7 +33,6 @@ class NativeCheckpoint:
     optimizer: torch.optim.Optimizer
     fp32_partitioned_groups_flat: list[torch.Tensor]
     fp16_partitioned_groups_flat: list[torch.Tensor]
-    _bound: dict[int, memoryview]
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         copies = self._copy_all()
@@ -62,15 +61,12 @@ class NativeCheckpoint:
         file = open_unnamed(roomiest.path, slot_bytes * num_subgroups)
         try:
             for subgroup in range(num_subgroups):
-                record = pipeline.get(subgroup)
-                before_bytes = len(record)
+                opened = records.open(subgroup, pipeline.get(subgroup), pipeline.resize, whole=True)
                 try:
-                    records.decode(subgroup, record)
-                    record = records.make_plain(subgroup, record, pipeline.resize)
-                    file.write(subgroup * slot_bytes, record)
-                    records.encode(subgroup, record, pipeline.resize)
-                finally:  # of another size it is not what the tiers have
-                    pipeline.put(subgroup, dirty=pipeline.table[subgroup].nbytes != before_bytes)
+                    file.write(subgroup * slot_bytes, opened.record)
+                finally:
+                    opened.close(changed=False)
+                    pipeline.put(subgroup, opened.altered)
             mapped = memoryview(mmap.mmap(file.fd, 0))
         finally:
             file.close()
@@ -116,30 +112,17 @@ class NativeCheckpoint:
     def _overwrite(self, subgroup: int, weights: torch.Tensor, state: dict[str, Any] | None) -> None:
         """Set master weights and state, and the 16-bit weights from them."""
         pipeline = self._store.pipeline
-        record = pipeline.get(subgroup)
+        opened = self._state.records.open(subgroup, pipeline.get(subgroup), pipeline.resize)
         try:
-            self._state.restore(subgroup, record, weights, state)
-            self._set_weights(subgroup, self._state.records.vectors(subgroup, record)[0])
-            self._state.records.encode(subgroup, record, pipeline.resize)
+            self._state.restore(subgroup, opened, weights, state)
         finally:
+            opened.close()
             pipeline.put(subgroup)
-
-    def _set_weights(self, subgroup: int, values: torch.Tensor) -> None:
-        """Set the 16-bit weights from master weights."""
-        master = self.fp32_partitioned_groups_flat[subgroup]
-        try:
-            master.data = values
-            self._reassign_or_swap_out_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
-        finally:
-            self._state.forget(self.optimizer, master)
+        self._unflatten_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
 
     def _restore_from_bit16_weights(self) -> None:
-        pipeline = self._store.pipeline
         for subgroup, weights in enumerate(self.fp16_partitioned_groups_flat):
-            record = pipeline.get(subgroup)
-            self._state.restore(subgroup, record, weights, None)
-            self._state.records.encode(subgroup, record, pipeline.resize)
-            pipeline.put(subgroup)
+            self._overwrite(subgroup, weights, None)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         """Universal checkpoints cannot be loaded yet."""

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from mlpo_hpc.config import OffloadConfig
 from mlpo_hpc.errors import UnsupportedError
 from mlpo_hpc.state.codec import fp32
-from mlpo_hpc.state.codec.split import Split, SplitForm, checksums, plain_master, state_vectors, take_over
+from mlpo_hpc.state.codec.split import SplitForm, SplitRecord, plain_master, shorten, state_vectors
 from mlpo_hpc.telemetry.log import warn
 
 Resize = Callable[[int, int], memoryview]
@@ -45,22 +45,89 @@ def wants_split(config: OffloadConfig, types: Collection[torch.dtype]) -> bool:
     return in_bf16 and (config.state_format == "split" or not keeps)
 
 
-@dataclass
-class _Open:
-    """A record whose master weights were not encoded yet: they are where they were decoded to."""
+PART_ITEMS = 2**20
+"""Items that are decoded, updated and encoded before the next: little memory besides the record, and what one pass
+leaves in the processor's caches the next one finds there. A multiple of what any kernel takes at once, so that no item
+is computed in another way than without parts."""
 
-    subgroup: int
-    record: memoryview
-    resize: Resize
-    checksums: list[int]
+
+class Opened:
+    """A record in use, as tensors, part by part or whole.
+
+    Attributes
+    ----------
+    parts : list of slice
+        Items to work on one after the other.
+    record : memoryview
+        Its bytes.
+    weights : torch.Tensor
+        The 16-bit weights, shape ``(numel,)``, in host memory if the codec looks at them. New ones are written here,
+        before `encode` of their part.
+    """
+
+    def __init__(self, owner: Records, subgroup: int, record: memoryview, resize: Resize, whole: bool, new: bool):
+        form = owner.form(subgroup)
+        self._owner, self._subgroup, self._form = owner, subgroup, form
+        self.record, self._resize = record, resize
+        self._before_bytes = len(record)
+        self._short: SplitRecord | None = None
+        self.weights = owner.weights(subgroup)
+        if form is not None and len(record) == form.nbytes:
+            self._short = SplitRecord(form, record, self.weights, new)
+        self.changed = [owner.name(subgroup, index) for index in self._short.changed] if self._short else []
+        """Parameters whose 16-bit weights others changed."""
+        self.altered = bool(self.changed)
+        """Whether it is not what it was, without anything having been written to it."""
+        if whole:
+            self._expand()
+        numel = owner.numels[subgroup]
+        step = numel if whole else owner.part_items
+        self.parts = [slice(begin, min(numel, begin + step)) for begin in range(0, numel, max(1, step))]
+
+    def vectors(self, part: slice | None = None) -> list[torch.Tensor]:
+        """Master weights and state vectors of a part, to be changed in place; the former until the next part."""
+        part = part or slice(0, self._owner.numels[self._subgroup])
+        if self._short is None:
+            return [vector[part] for vector in self._owner.plain_vectors(self._subgroup, self.record)]
+        master = self._owner.master[: part.stop - part.start]
+        self._short.decode(part, master)
+        return [master, *(vector[part] for vector in state_vectors(self._short.form, self.record))]
+
+    def encode(self, part: slice) -> None:
+        """Store the master weights of a part that `vectors` gave, when the 16-bit ones are what they will be."""
+        if self._short is not None and not self._short.encode(part, self._owner.master[: part.stop - part.start]):
+            self._expand()
+
+    def done(self, part: slice) -> list[slice]:
+        """Bytes of the record that do not change any more when this part and those before it are encoded."""
+        nbytes, numel = fp32.ITEM_BYTES * part.stop, self._owner.numels[self._subgroup]
+        stride_bytes = fp32.ITEM_BYTES * fp32.stride_items(numel)
+        vectors = range(self._owner.num_state_vectors(self._subgroup))
+        return [slice(number * stride_bytes, number * stride_bytes + nbytes) for number in vectors]
+
+    def close(self, changed: bool = True) -> None:
+        """Make it a record again; `changed`: whether anything was written to it or to `weights`."""
+        if self._short is not None:
+            if changed:
+                self._short.close()
+        elif self._form is not None and shorten(self._form, self.record, self.weights):
+            self.record = self._resize(self._subgroup, self._form.nbytes)
+        self.altered |= len(self.record) != self._before_bytes
+        if changed:
+            self._owner.give_weights(self._subgroup, self.weights)
+
+    def _expand(self) -> None:
+        if self._short is not None:
+            short, self._short = self._short, None
+            self.record = self._resize(self._subgroup, short.form.plain_bytes)
+            short.expand(self.record)
 
 
 class Records:
     """Master weights and state vectors in the bytes of a record.
 
-    With codec ``split`` the master weights are decoded into memory that is lent for one subgroup at a time, and encoded
-    when they have changed; otherwise they are used where they lie. The last ones of a step may stay decoded: with
-    alternating order they are the first of the next one.
+    With codec ``split`` the master weights of one part at a time are decoded into memory that is lent; otherwise they
+    are used where they lie.
 
     Parameters
     ----------
@@ -68,33 +135,36 @@ class Records:
         Items of each subgroup.
     num_vectors : sequence of int
         Vectors of each subgroup, master weights and state.
-    parts : sequence of sequence of Part
-        The parameters of each subgroup; empty for codec ``fp32``.
     weights : callable
         The 16-bit weights of a subgroup, on any device.
+    parts : sequence of sequence of Part
+        The parameters of each subgroup; empty for codec ``fp32``.
+    in_parts : bool
+        Whether an update may be done part by part.
     """
 
     def __init__(
         self,
         numels: Sequence[int],
         num_vectors: Sequence[int],
+        weights: Callable[[int], torch.Tensor],
         parts: Sequence[Sequence[Part]] = (),
-        weights: Callable[[int], torch.Tensor] | None = None,
+        in_parts: bool = False,
     ) -> None:
         self.numels = list(numels)
+        self.part_items = min(PART_ITEMS, max(numels)) if in_parts else max(numels)
+        self.master = torch.empty(0)
         self._num_vectors = num_vectors
         forms = [
             SplitForm(numel, num - 1, tuple(part.numel for part in of_subgroup))
             for numel, num, of_subgroup in zip(numels, num_vectors, parts, strict=bool(parts))
         ]
         self._forms: list[SplitForm | None] = [form if form.pays else None for form in forms] or [None] * len(numels)
+        self._in_parts = in_parts
         self._parts = parts
         self._weights = weights
         self._staged = torch.empty(0)
         self._told: set[str] = set()
-        self._split = Split() if any(self._forms) else None
-        self._master = torch.empty(0)
-        self._open: _Open | None = None
 
     @property
     def codec(self) -> str:
@@ -104,13 +174,16 @@ class Records:
     @property
     def master_bytes(self) -> int:
         """Memory that must be lent."""
-        numels = [form.numel for form in self._forms if form is not None]
-        return fp32.ITEM_BYTES * max(numels, default=0)
+        return fp32.ITEM_BYTES * self.part_items if self._in_parts and any(self._forms) else 0
 
     def lend(self, memory: memoryview) -> None:
-        """Memory for the master weights of one subgroup."""
+        """Memory for the master weights of one part."""
         if self.master_bytes:
-            self._master = torch.frombuffer(memory, dtype=torch.float32)
+            self.master = torch.frombuffer(memory, dtype=torch.float32)
+
+    def form(self, subgroup: int) -> SplitForm | None:
+        """How a subgroup's record is made up with codec ``split``."""
+        return self._forms[subgroup]
 
     def nbytes(self, subgroup: int) -> int:
         """Bytes of a subgroup's record."""
@@ -121,20 +194,6 @@ class Records:
         """Bytes of it at most: where it is stored as it is used."""
         return fp32.record_bytes(self.numels[subgroup], self._num_vectors[subgroup])
 
-    def state_bytes(self, subgroup: int) -> int:
-        """How many of a record's first bytes are state vectors: they are done with when the optimizer is."""
-        form = self._forms[subgroup]
-        return 0 if form is None else form.master_offset
-
-    def vectors(self, subgroup: int, record: memoryview) -> list[torch.Tensor]:
-        """Master weights and state vectors, to be written to; the master weights may be undefined before."""
-        form = self._forms[subgroup]
-        if form is None:
-            return self.plain_vectors(subgroup, record)
-        if self._open is not None and self._open.subgroup != subgroup:
-            self.settle(self._open.subgroup)
-        return [self._master[: form.numel], *state_vectors(form, record)]
-
     def plain_vectors(self, subgroup: int, record: memoryview) -> list[torch.Tensor]:
         """Views of master weights and state vectors in a record of the largest size."""
         form = self._forms[subgroup]
@@ -142,32 +201,49 @@ class Records:
             return fp32.vectors(record, self.numels[subgroup], self._num_vectors[subgroup])
         return [plain_master(form, record), *state_vectors(form, record)]
 
-    def decode(self, subgroup: int, record: memoryview) -> list[torch.Tensor]:
-        """Master weights and state vectors; 16-bit weights that others changed become the master weights."""
-        form, vectors = self._forms[subgroup], self.vectors(subgroup, record)
-        if form is None:
-            return vectors
-        changed: list[int] = []
-        if self._open is not None:
-            changed = take_over(form, self._open.checksums, self._host_weights(subgroup), vectors[0])
-        elif len(record) == form.nbytes:
-            assert self._split is not None
-            changed = self._split.decode(form, record, self._host_weights(subgroup), vectors[0])
-        else:
-            vectors[0].copy_(plain_master(form, record))
-        for index in changed:
-            self._tell(self._parts[subgroup][index].name)
-        return vectors
+    def open(self, subgroup: int, record: memoryview, resize: Resize, whole: bool = False, new: bool = False) -> Opened:
+        """Look at a record; 16-bit weights that others changed become its master weights.
 
-    def _host_weights(self, subgroup: int) -> torch.Tensor:
-        """The 16-bit weights in host memory; valid until the next call."""
-        assert self._weights is not None
+        Parameters
+        ----------
+        subgroup : int
+            Whose.
+        record : memoryview
+            Its bytes.
+        resize : callable
+            Gives it another size.
+        whole : bool
+            Whether all of it is wanted at once, in place.
+        new : bool
+            Whether nothing was written to it yet: it has the weights, and state that is zero.
+        """
+        opened = Opened(self, subgroup, record, resize, whole or not self._in_parts, new)
+        for name in opened.changed:
+            self._tell(name)
+        return opened
+
+    def num_state_vectors(self, subgroup: int) -> int:
+        """Vectors at the beginning of a record that are stored as they are used."""
+        return self._num_vectors[subgroup] - (self._forms[subgroup] is not None)
+
+    def name(self, subgroup: int, index: int) -> str:
+        """Of a parameter."""
+        return self._parts[subgroup][index].name
+
+    def weights(self, subgroup: int) -> torch.Tensor:
+        """The 16-bit weights, in host memory if the codec looks at them; then valid until the next call."""
         weights = self._weights(subgroup).detach()
-        if weights.device.type == "cpu":
+        if weights.device.type == "cpu" or self._forms[subgroup] is None:
             return weights
         if not self._staged.numel():
             self._staged = get_accelerator().pin_memory(torch.empty(max(self.numels), dtype=weights.dtype))
         return self._staged[: weights.numel()].copy_(weights)
+
+    def give_weights(self, subgroup: int, weights: torch.Tensor) -> None:
+        """Make these the 16-bit weights, if they are not the very same memory."""
+        own = self._weights(subgroup).detach()
+        if own.data_ptr() != weights.data_ptr():
+            own.copy_(weights)
 
     def _tell(self, name: str) -> None:
         if name not in self._told:
@@ -177,50 +253,3 @@ class Records:
                 "drops the change at the next step, and so does state_format 'fp32')",
                 name,
             )
-
-    def encode_later(self, subgroup: int, record: memoryview, resize: Resize) -> None:
-        """As `encode`, but only when `settle` is called, or another record needs the memory of the master weights."""
-        form = self._forms[subgroup]
-        if form is not None:
-            self._open = _Open(subgroup, record, resize, checksums(form, self._host_weights(subgroup)))
-
-    def settle(self, subgroup: int) -> None:
-        """Encode a record now if it was put off."""
-        if self._open is not None and self._open.subgroup == subgroup:
-            left = self._open
-            self.decode(subgroup, left.record)
-            self.encode(subgroup, left.record, left.resize)
-
-    def encode(self, subgroup: int, record: memoryview, resize: Resize) -> None:
-        """Make a record of what `vectors` or `decode` gave.
-
-        Parameters
-        ----------
-        subgroup : int
-            Whose.
-        record : memoryview
-            Its present bytes.
-        resize : callable
-            Gives it another size, which its new bytes may need.
-        """
-        form = self._forms[subgroup]
-        if form is None:
-            return
-        self._open = None
-        assert self._split is not None
-        weights, master = self._host_weights(subgroup), self._master[: form.numel]
-        fits = self._split.encode(form, record[: form.nbytes], weights, master)
-        wanted = form.nbytes if fits else form.plain_bytes
-        if len(record) != wanted:
-            record = resize(subgroup, wanted)
-        if not fits:
-            plain_master(form, record).copy_(master)
-
-    def make_plain(self, subgroup: int, record: memoryview, resize: Resize) -> memoryview:
-        """A decoded record in its largest size; `encode` makes it what it was."""
-        form = self._forms[subgroup]
-        if form is None or len(record) == form.plain_bytes:
-            return record
-        record = resize(subgroup, form.plain_bytes)
-        plain_master(form, record).copy_(self._master[: form.numel])
-        return record

@@ -4,9 +4,6 @@ Towards DeepSpeed the state is offloaded to the CPU and every subgroup is "swapp
 stays DeepSpeed's own; the five methods that it calls for each subgroup get a *position*, which
 is mapped to a subgroup here, so that the order may change from step to step. Nothing in that
 loop is collective.
-
-DeepSpeed keeps the 16-bit gradients of all local partitions in one flat host buffer in subgroup
-order; a slice of it becomes the 32-bit gradient only when its subgroup is updated.
 """
 
 from __future__ import annotations
@@ -27,11 +24,12 @@ from mlpo_hpc.cluster.cores import cores_of_rank, thread_advice
 from mlpo_hpc.cluster.node import find_node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.engine.contents import describe_contents
+from mlpo_hpc.engine.gradients import Gradients
 from mlpo_hpc.engine.native_checkpoint import NativeCheckpoint
-from mlpo_hpc.engine.records import Part, Records, wants_split
+from mlpo_hpc.engine.records import Opened, Part, Records, wants_split
 from mlpo_hpc.engine.state_file import StateFile
 from mlpo_hpc.engine.translate import Translation
-from mlpo_hpc.engine.update import BoundState, StateSpec, probe_optimizer
+from mlpo_hpc.engine.update import BoundState, StateSpec, probe_optimizer, updates_in_parts
 from mlpo_hpc.errors import MlpoError, UnsupportedError
 from mlpo_hpc.state.cache import step_order
 from mlpo_hpc.state.codec.fp32 import ITEM_BYTES
@@ -47,7 +45,7 @@ STOCK_CLASS = DeepSpeedZeroOptimizer_Stage3
 """DeepSpeed's own, whatever stands in its place later."""
 
 
-class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
+class OffloadStage3(Gradients, StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     """ZeRO-3 whose fp32 weights and optimizer state live on several tiers at once.
 
     Built by `deepspeed.initialize` under `mlpo_hpc.offload`; takes what its base takes.
@@ -70,7 +68,9 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         self._updated = 0
         self._active: set[int] = set()
         self._had_gradient: set[int] = set()
-        self._bound: dict[int, memoryview] = {}
+        self._opened: dict[int, Opened] = {}
+        self._bound: dict[int, list[torch.Tensor]] = {}
+        self._norm: Any = None
         self._clock = PhaseClock()
         self._reporter = StepReport()
         self._report: dict[str, Any] | None = None
@@ -108,13 +108,13 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     def _make_records(self, numels: list[int], specs: list[StateSpec]) -> Records:
         types = {flat.dtype for flat in self.fp16_partitioned_groups_flat}
         num_vectors = [spec.num_vectors for spec in specs]
-        if not together(lambda: wants_split(self._config, types)):
-            return Records(numels, num_vectors)
         parts = [
             [Part(self.param_names.get(param, "?"), int(param.partition_numel())) for param in params]
-            for params in self.fp16_groups
+            for params in (self.fp16_groups if together(lambda: wants_split(self._config, types)) else ())
         ]
-        return Records(numels, num_vectors, parts, lambda subgroup: self.fp16_partitioned_groups_flat[subgroup])
+        # A scaler of torch's counts each call as a step.
+        in_parts = updates_in_parts(self.optimizer) and not self.torch_autocast_gradscaler
+        return Records(numels, num_vectors, self.fp16_partitioned_groups_flat.__getitem__, parts, in_parts)
 
     def _probe(self) -> list[StateSpec]:
         """What the optimizer keeps, by parameter group; refuses what `translate` cannot see in a configuration."""
@@ -128,7 +128,7 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         held = self._state.records
         records = [Record(self._label(i), held.nbytes(i), most_bytes=held.most_bytes(i)) for i in range(len(numels))]
         self._contents = describe_contents(self._state, self.fp16_groups, self.param_names)
-        gradient_bytes = round_up(max(numels) * ITEM_BYTES)
+        gradient_bytes = round_up(held.part_items * ITEM_BYTES)
         needs = Needs(records, gradient_bytes + held.master_bytes, self._later_bytes(sum(numels)), self._contents)
         store = open_store(self._config, self._node, needs)
         if advice := next(filter(None, gather(thread_advice(torch.get_num_threads(), cores_of_rank(self._node)))), ""):
@@ -139,9 +139,8 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         if store.trace is not None:
             self._clock.record = store.trace.track("phases")
             self._tell = store.trace.track("compute")
-        self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=max(numels))
+        self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=held.part_items)
         held.lend(store.scratch[gradient_bytes:])
-        store.pipeline.before_write = held.settle
         self._offsets = list(itertools.accumulate(numels, initial=0))
         return store
 
@@ -168,9 +167,9 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         pipeline = self._store.pipeline
         pipeline.plan(fill)
         for subgroup in fill:
-            record = pipeline.create(subgroup)
-            self._state.create(subgroup, record, src_tensors[subgroup])
-            self._state.records.encode(subgroup, record, pipeline.resize)
+            opened = self._state.records.open(subgroup, pipeline.create(subgroup), pipeline.resize, new=True)
+            self._state.create(opened, src_tensors[subgroup])
+            opened.close()
             pipeline.put(subgroup)
 
     def initialize_optimizer_states(self) -> None:
@@ -186,7 +185,7 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
             module.register_forward_hook(lambda *_: clock.stop("forward")),
         ]
 
-    # ---- gradients ------------------------------------------------------------------------
+    # ---- backward -------------------------------------------------------------------------
 
     def backward_prologue(self, *args: Any, **kwargs: Any) -> Any:
         self._store.pipeline.check()  # a write that failed since the last step ends the job here
@@ -197,51 +196,6 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
         result = super().backward_epilogue(*args, **kwargs)
         self._clock.stop("backward")
         return result
-
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
-        """A parameter first used after micro-step 0 begins from zero, not from the last window's gradient."""
-        if self.micro_step_id > 0:
-            for param in params_to_release:
-                if param.ds_id not in self._offload_boundary_param_ids:
-                    self._slice_of(param).zero_()
-        return super().partition_grads(params_to_release, grad_partitions)
-
-    def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, *_: Any) -> None:
-        """Only the norm: the gradient stays 16-bit until the update."""
-        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
-
-    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
-        """Parameters that the last micro-step did not use count too."""
-        for param in params:
-            key = self.get_param_id(param)
-            if param.ds_id in self._active and key not in self.norm_for_param_grads:
-                gradient = self._slice_of(param).to(get_accelerator().current_device_name())
-                self.norm_for_param_grads[key] = self._constant_buffered_norm2(gradient)
-        return super().complete_grad_norm_calculation_for_cpu_offload(params)
-
-    def _pre_step(self) -> None:
-        """Parameters that no micro-step of this window used have no gradient."""
-        self._active = set(self._offload_boundary_param_ids)
-        for params in self.fp16_groups if self._had_gradient - self._active else ():
-            for param in params:
-                if param.ds_id in self._had_gradient and param.ds_id not in self._active:
-                    self._slice_of(param).zero_()
-        self._had_gradient = set(self._active)
-        super()._pre_step()
-
-    def _slice_of(self, param: Any) -> torch.Tensor:
-        subgroup, offset, numel = self.grad_position[self.get_param_id(param)]
-        return self.grad_partitions_flat_buffer.narrow(0, self._offsets[subgroup] + offset, numel)
-
-    def _slice(self, subgroup: int) -> torch.Tensor:
-        return self.grad_partitions_flat_buffer.narrow(0, self._offsets[subgroup], self._state.numels[subgroup])
-
-    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Gradients of this rank: subgroup -> parameter index -> fp32 partition."""
-        return {
-            subgroup: {index: self._slice_of(param).to(torch.float32) for index, param in enumerate(params)}
-            for subgroup, params in enumerate(self.fp16_groups)
-        }
 
     # ---- the step -------------------------------------------------------------------------
 
@@ -281,19 +235,37 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
             self._store.pipeline.begin(self._order, following)
         return super()._prepare_sub_group(self._subgroup_at(position), *args)
 
-    def unscale_and_clip_grads(self, position: int, *args: Any) -> Any:
-        return super().unscale_and_clip_grads(self._subgroup_at(position), *args)
+    def unscale_and_clip_grads(self, position: int, total_norm: Any) -> None:
+        """Done for each part, when its gradient is there."""
+        self._norm = total_norm
 
-    def _optimizer_step(self, position: int) -> Any:
+    def _optimizer_step(self, position: int) -> None:
+        """Gradient, update, 16-bit weights and codec for one part after the other, while it is in the caches."""
         subgroup, begin = self._subgroup_at(position), time.perf_counter()
-        result = super()._optimizer_step(subgroup)
-        self._give_back_state(subgroup)
+        opened, scalars = self._opened[subgroup], None
+        for part in opened.parts:
+            scalars = self._update(subgroup, opened, part)
+            self._store.pipeline.put_parts(subgroup, opened.done(part))
+        self._state.take_scalars(subgroup, scalars)
         if self._tell is not None:
             self._tell(f"subgroup {subgroup}", begin, time.perf_counter(), 0)
-        return result
 
-    def _reassign_or_swap_out_partitioned_parameters(self, position: int) -> Any:
-        return super()._reassign_or_swap_out_partitioned_parameters(self._subgroup_at(position))
+    def _update(self, subgroup: int, opened: Opened, part: slice) -> dict[str, Any] | None:
+        master, vectors = self.fp32_partitioned_groups_flat[subgroup], opened.vectors(part)
+        self._state.bind(subgroup, vectors, self.optimizer, master)
+        master.grad = self._gradient[: part.stop - part.start].copy_(self._slice(subgroup)[part])
+        super().unscale_and_clip_grads(subgroup, self._norm)
+        super()._optimizer_step(subgroup)
+        opened.weights[part].copy_(master.data)
+        scalars = self._state.unbind(subgroup, vectors, self.optimizer, master)
+        opened.encode(part)
+        return scalars
+
+    def _reassign_or_swap_out_partitioned_parameters(self, position: int) -> None:
+        """The 16-bit weights are in their flat tensor when the record is closed."""
+        subgroup = self._subgroup_at(position)
+        self._give_back(subgroup, dirty=True)
+        self._unflatten_partitioned_parameters(subgroup)
 
     def _release_sub_group(self, position: int, *args: Any) -> Any:
         self._updated += self._in_step
@@ -302,20 +274,24 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     # ---- state in and out of host memory --------------------------------------------------
 
     def _optimizer_states_and_gradient_swap_in(self, sub_group_id: int, timer_names: Any = None) -> None:
-        """Bring a subgroup's state into host memory and make its 32-bit gradient."""
-        for left in list(self._bound):  # by a debug call that raised half way
+        """Bring a subgroup's state into host memory; outside of a step all of it is wanted, and the 32-bit gradient."""
+        for left in list(self._opened):  # by a debug call that raised half way
             self._give_back(left, dirty=True)
-        record = self._store.pipeline.get(sub_group_id)
-        master = self.fp32_partitioned_groups_flat[sub_group_id]
-        self._bound[sub_group_id] = record
-        self._state.bind(sub_group_id, self._state.records.decode(sub_group_id, record), self.optimizer, master)
+        pipeline, master = self._store.pipeline, self.fp32_partitioned_groups_flat[sub_group_id]
+        record = pipeline.get(sub_group_id)
+        opened = self._state.records.open(sub_group_id, record, pipeline.resize, whole=not self._in_step)
+        self._opened[sub_group_id] = opened
+        if self._in_step:
+            master.grad = torch.empty_like(master)  # DeepSpeed asks for one; there is none before the first part
+            return
+        self._bound[sub_group_id] = opened.vectors()
+        self._state.bind(sub_group_id, self._bound[sub_group_id], self.optimizer, master)
         if getattr(self, "grad_partitions_flat_buffer", None) is not None:
-            gradient = self._gradient.narrow(0, 0, master.numel())
-            gradient.copy_(self._slice(sub_group_id))
-            master.grad = gradient
+            master.grad = self._slice(sub_group_id).to(torch.float32)
 
     def _optimizer_states_and_gradient_swap_out(self, sub_group_id: int, timer_names: Any = None) -> None:
-        self._give_back(sub_group_id, dirty=True)
+        if not self._in_step:  # where it was done when the weights were
+            self._give_back(sub_group_id, dirty=True)
 
     def _release_swap_buffers(self, sub_group_id: int) -> None:
         self._give_back(sub_group_id, dirty=False)
@@ -334,22 +310,16 @@ class OffloadStage3(StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
                     self._offload_boundary_param_ids.add(param.ds_id)
         self._give_back(sub_group_id, dirty=write_opt_state)
 
-    def _give_back_state(self, subgroup: int) -> None:
-        """Moments are done with: they can be written while the weights are still at work."""
-        master, record = self.fp32_partitioned_groups_flat[subgroup], self._bound[subgroup]
-        nbytes = self._state.records.state_bytes(subgroup)
-        if nbytes and self._state.is_in_place(subgroup, record, self.optimizer, master):
-            self._store.pipeline.put_first(subgroup, nbytes)
-
     def _give_back(self, subgroup: int, dirty: bool) -> None:
-        master, record = self.fp32_partitioned_groups_flat[subgroup], self._bound.pop(subgroup)
-        self._state.unbind(subgroup, record, self.optimizer, master)
-        pipeline = self._store.pipeline
-        if dirty:
-            last = self._in_step and subgroup == self._order[-1] and pipeline.keeps(subgroup)
-            encode = self._state.records.encode_later if last else self._state.records.encode
-            encode(subgroup, record, pipeline.resize)
-        pipeline.put(subgroup, dirty)
+        """Close a record and hand it back, changed or not."""
+        opened, vectors = self._opened.pop(subgroup), self._bound.pop(subgroup, None)
+        if vectors is not None:
+            master = self.fp32_partitioned_groups_flat[subgroup]
+            self._state.take_scalars(subgroup, self._state.unbind(subgroup, vectors, self.optimizer, master))
+        try:
+            opened.close(changed=dirty)
+        finally:
+            self._store.pipeline.put(subgroup, dirty or opened.altered)
 
     def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: Any = None) -> Any:
         return self._own_copy(super()._get_fp32_opt_state_partition, param, release_swap_buffers, optim_state_key)

@@ -21,6 +21,7 @@ from mlpo_hpc.storage.contents import Contents, Piece
 from mlpo_hpc.storage.hdf5 import has_parallel_hdf5
 
 if TYPE_CHECKING:
+    from mlpo_hpc.engine.records import Opened
     from mlpo_hpc.engine.update import BoundState
     from mlpo_hpc.state.store import Store
 
@@ -38,7 +39,6 @@ class StateFile:
     _state: BoundState
     _node: Node
     _contents: Contents
-    _set_weights: Callable[[int, torch.Tensor], None]
 
     def save_hdf5(self, path: str, collective: bool = False) -> None:
         """Collective over the training world. Save master weights and optimizer state by parameter name.
@@ -172,35 +172,38 @@ class _Records:
     def __init__(self, engine: StateFile, writes: bool) -> None:
         self._engine = engine
         self._writes = writes
-        self._subgroup: int | None = None
+        self._subgroup = -1
+        self._opened: Opened | None = None
         self._vectors: dict[str, torch.Tensor] = {}
-        self._record = memoryview(b"")
 
     def values(self, piece: Piece, vector: str, box: Box) -> np.ndarray:
         """A view of a block's items in the record."""
         if piece.subgroup != self._subgroup:
             self.give_back()
-            self._record = self._engine._store.pipeline.get(piece.subgroup)
+            pipeline, state = self._engine._store.pipeline, self._engine._state
+            record = pipeline.get(piece.subgroup)
+            self._opened = state.records.open(piece.subgroup, record, pipeline.resize, whole=True)
             self._subgroup = piece.subgroup
-            state = self._engine._state
-            vectors = state.records.decode(piece.subgroup, self._record)
-            self._vectors = dict(zip((MASTER, *state.specs[piece.subgroup].vectors), vectors, strict=True))
+            names = (MASTER, *state.specs[piece.subgroup].vectors)
+            self._vectors = dict(zip(names, self._opened.vectors(), strict=True))
         begin = piece.begin + box.first - piece.first
         return self._vectors[vector].narrow(0, begin, box.numel).numpy()
 
     def give_back(self) -> None:
         """Hand the record back."""
+        opened, self._opened = self._opened, None
+        subgroup, self._subgroup = self._subgroup, -1
         vectors, self._vectors = self._vectors, {}
-        subgroup, self._subgroup = self._subgroup, None
-        if subgroup is None:
+        if opened is None:
             return
-        pipeline = self._engine._store.pipeline
         try:
             if self._writes:
-                self._engine._set_weights(subgroup, vectors[MASTER])
-                self._engine._state.records.encode(subgroup, self._record, pipeline.resize)
+                opened.weights.copy_(vectors[MASTER])
+            opened.close(changed=self._writes)
         finally:
-            pipeline.put(subgroup, dirty=self._writes)
+            self._engine._store.pipeline.put(subgroup, self._writes or opened.altered)
+        if self._writes:
+            self._engine._unflatten_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
 
 
 def _blocks(piece: Piece | None) -> Iterator[Box]:

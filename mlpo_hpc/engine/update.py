@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
-from mlpo_hpc.engine.records import Records
+from mlpo_hpc.engine.records import Opened, Records
 from mlpo_hpc.errors import UnsupportedError
 
 PROBE_NUMEL = 8
+
+# Optimizers whose kernel computes an item in the same way wherever it lies among aligned parts.
+FUSED = (torch.optim.Adam, torch.optim.AdamW)
+IN_PARTS = "DeepSpeedCPUAdam"
 
 # Optimizers whose state before the first step is all zero, so that it can be in place from the start.
 ZERO_INITIAL_STATE: tuple[type, ...] = (torch.optim.Adam, torch.optim.AdamW)
@@ -66,6 +70,17 @@ def probe_optimizer(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
     return StateSpec(vectors, scalars, type(optimizer) in ZERO_INITIAL_STATE)
 
 
+def updates_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer makes the same of a vector, bit for bit, when it is given parts of it.
+
+    Others may compute a sum over all of it, or share it among threads such that the last items of each share
+    are computed by other instructions.
+    """
+    if type(optimizer).__name__ == IN_PARTS:
+        return True
+    return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
+
+
 def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
     """The same optimizer with one other parameter: no hooks, no scheduler's wrapper, state of its own."""
     double = object.__new__(_without_del(type(optimizer)))
@@ -103,70 +118,74 @@ class BoundState:
         self.numels = records.numels
         self._scalars: list[dict[str, Any] | None] = [_initial_scalars(spec) for spec in specs]
 
-    def create(self, subgroup: int, record: memoryview, weights: torch.Tensor) -> None:
+    def create(self, opened: Opened, weights: torch.Tensor) -> None:
         """Write the first state: master weights from the 16-bit ones, everything else zero."""
-        master, *rest = self.records.vectors(subgroup, record)
-        master.copy_(weights.detach().reshape(-1))
-        for vector in rest:
-            vector.zero_()
+        for part in opened.parts:
+            master, *rest = opened.vectors(part)
+            master.copy_(weights.detach().reshape(-1)[part])
+            for vector in rest:
+                vector.zero_()
+            opened.encode(part)
 
     def bind(
         self, subgroup: int, vectors: list[torch.Tensor], optimizer: torch.optim.Optimizer, master: torch.Tensor
     ) -> None:
-        """Let the optimizer's parameter and state be the vectors of a record."""
+        """Let the optimizer's parameter and state be these vectors; what else it keeps is a copy."""
         data, *rest = vectors
         master.data = data
         scalars = self._scalars[subgroup]
         if scalars is not None:
             keys = self.specs[subgroup].vectors
-            values = dict(zip(keys, rest, strict=True)) | scalars
+            copies = {key: value.clone() if torch.is_tensor(value) else value for key, value in scalars.items()}
+            values = dict(zip(keys, rest, strict=True)) | copies
             optimizer.state[master] = {key: values[key] for key in self._key_order(subgroup) if key in values}
 
-    def unbind(self, subgroup: int, record: memoryview, optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
-        """Take the state back: vectors that the optimizer made anew go into the record."""
-        _, *rest = self.records.vectors(subgroup, record)
-        state = optimizer.state.pop(master, None)
-        if state:
-            slots = dict(zip(self.specs[subgroup].vectors, rest, strict=True))
-            for key, slot in slots.items():
-                value = state.pop(key, None)
-                if value is None:
-                    raise UnsupportedError(f"the optimizer keeps no {key!r} for {master.shape}, which its probe had")
-                if value.data_ptr() != slot.data_ptr():
-                    slot.copy_(value)
-            grown = [key for key, value in state.items() if torch.is_tensor(value) and value.numel() > 1]
-            if grown:
-                raise UnsupportedError(f"the optimizer began to keep {grown}, which its probe did not have")
-            self._scalars[subgroup] = state
+    def unbind(
+        self, subgroup: int, vectors: list[torch.Tensor], optimizer: torch.optim.Optimizer, master: torch.Tensor
+    ) -> dict[str, Any] | None:
+        """Take the state back: what the optimizer made anew goes into the vectors. What is no vector is returned."""
+        _, *rest = vectors
+        state: dict[str, Any] | None = optimizer.state.pop(master, None)
         _empty(master)
-
-    def is_in_place(
-        self, subgroup: int, record: memoryview, optimizer: torch.optim.Optimizer, master: torch.Tensor
-    ) -> bool:
-        """Whether the state vectors are those of the record still, not ones that the optimizer made anew."""
-        state = optimizer.state.get(master, {})
-        pairs = zip(self.specs[subgroup].vectors, self.records.vectors(subgroup, record)[1:], strict=True)
-        return all(key in state and state[key].data_ptr() == slot.data_ptr() for key, slot in pairs)
+        if not state:
+            return None
+        for key, slot in zip(self.specs[subgroup].vectors, rest, strict=True):
+            value = state.pop(key, None)
+            if value is None:
+                raise UnsupportedError(f"the optimizer keeps no {key!r} of subgroup {subgroup}, which its probe had")
+            if value.data_ptr() != slot.data_ptr():
+                slot.copy_(value)
+        grown = [key for key, value in state.items() if torch.is_tensor(value) and value.numel() > 1]
+        if grown:
+            raise UnsupportedError(f"the optimizer began to keep {grown}, which its probe did not have")
+        return state
 
     def forget(self, optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
         """Undo `bind` where nothing was changed; what refers to the state's dict keeps it whole."""
         optimizer.state.pop(master, None)
         _empty(master)
 
-    def restore(self, subgroup: int, record: memoryview, weights: torch.Tensor, state: dict[str, Any] | None) -> None:
-        """Write state from a checkpoint into a record. Without `state` only the master weights."""
-        master, *rest = self.records.vectors(subgroup, record)
-        master.copy_(weights.detach().reshape(-1))
-        if state is None:
-            return
-        for key, slot in zip(self.specs[subgroup].vectors, rest, strict=True):
-            if key in state:
-                slot.copy_(state[key].reshape(-1))
-            else:
-                slot.zero_()
-        spec = self.specs[subgroup]
-        saved = {key: _like(spec.scalars.get(key), value) for key, value in state.items() if key not in spec.vectors}
-        self._scalars[subgroup] = saved or _initial_scalars(spec)
+    def restore(self, subgroup: int, opened: Opened, weights: torch.Tensor, state: dict[str, Any] | None) -> None:
+        """Write master weights and state from a checkpoint into a record, and the 16-bit weights. Without `state` only
+        the weights."""
+        keys, values = self.specs[subgroup].vectors, state or {}
+        flat = weights.detach().reshape(-1)
+        for part in opened.parts:
+            master, *rest = opened.vectors(part)
+            master.copy_(flat[part])
+            for key, slot in zip(keys, rest, strict=True) if state is not None else ():
+                slot.copy_(values[key].reshape(-1)[part]) if key in values else slot.zero_()
+            opened.weights[part].copy_(flat[part])
+            opened.encode(part)
+        if state is not None:
+            examples = self.specs[subgroup].scalars
+            saved = {key: _like(examples.get(key), value) for key, value in state.items() if key not in keys}
+            self._scalars[subgroup] = saved if state else _initial_scalars(self.specs[subgroup])
+
+    def take_scalars(self, subgroup: int, values: dict[str, Any] | None) -> None:
+        """Keep what `unbind` returned; nothing, if the optimizer did not step."""
+        if values is not None:
+            self._scalars[subgroup] = values
 
     def set_scalars(self, subgroup: int, values: Mapping[str, float]) -> None:
         """Set state that is not a vector, each value in the form that this optimizer keeps."""

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 from collections.abc import Sequence
 
+HUGE_PAGE_BYTES = 2**21  # of x86-64, and of arm64 with small pages; elsewhere the advice has no effect
+
 
 class Buffer:
-    """Page-aligned private memory of a given size, zero when new. It takes room only where it is used."""
+    """Page-aligned private memory of a given size, zero when new. It takes room only where it is used.
+
+    In huge pages as far as it goes: reading into new memory with O_DIRECT is half as fast again with them, for pages
+    are made and pinned one by one.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        huge_bytes = nbytes - nbytes % HUGE_PAGE_BYTES
+        spare = HUGE_PAGE_BYTES if huge_bytes else 0
+        self._map = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._begin = -_address(self._map) % HUGE_PAGE_BYTES if huge_bytes else 0
         # A forked data loader would keep the old pages while we rewrite ours, and open(2) forbids
         # O_DIRECT on private memory beside a fork.
         self._map.madvise(mmap.MADV_DONTFORK)
+        if huge_bytes:
+            with contextlib.suppress(OSError):  # of a kernel without them
+                self._map.madvise(mmap.MADV_HUGEPAGE, self._begin, huge_bytes)
 
     def view(self, nbytes: int) -> memoryview:
         """The first bytes. Memory is unmapped when the buffer and its last view are gone."""
-        return memoryview(self._map)[:nbytes]
+        return memoryview(self._map)[self._begin : self._begin + nbytes]
 
     def discard(self, part: slice) -> None:
         """Give the pages of a part back to the system; it reads as zeros from then on."""
-        self._map.madvise(mmap.MADV_DONTNEED, part.start, part.stop - part.start)
+        self._map.madvise(mmap.MADV_DONTNEED, self._begin + part.start, part.stop - part.start)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class Pool:

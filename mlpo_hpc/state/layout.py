@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlpo_hpc.errors import TierFull
+from mlpo_hpc.state.cache import HUGE_PAGE_BYTES
 from mlpo_hpc.state.placement import SPARE_RECORDS, divide_slots
 from mlpo_hpc.state.table import cuts
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, round_up
@@ -38,6 +39,8 @@ def least_host_bytes(sizes: Sequence[int], scratch_bytes: int, have_tiers: bool)
 def pick_chunk_bytes(sizes: Sequence[int], largest_bytes: int) -> int:
     """Chunk size: small enough that tiers share a record, large enough for bandwidth."""
     shared = max(LEAST_CHUNK_BYTES, round_up(-(-max(sizes) // CHUNKS_PER_RECORD)))
+    if shared > HUGE_PAGE_BYTES:  # so that no huge page belongs to two: it is freed as a whole
+        shared -= shared % HUGE_PAGE_BYTES
     limit = max(ALIGNMENT_BYTES, largest_bytes - largest_bytes % ALIGNMENT_BYTES)
     return min(limit, shared)
 

@@ -17,7 +17,7 @@ for the other there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -78,8 +78,6 @@ class Pipeline:
         self.pool = pool
         self.tiers = tiers
         self.counts = Counts()
-        self.before_write: Callable[[int], None] = lambda subgroup: None
-        """Told, in the main thread, of a subgroup that was handed back and is to be written now."""
         self._prefetch = 2 * len(table) if prefetch is None else prefetch
         self._watch = Watch(timeout_s, self._queues)
         self._writer = WriteBehind(table, tiers, placement, self._watch, self._after_write)
@@ -152,11 +150,12 @@ class Pipeline:
             resident.present = set(range(len(self.table.cuts(subgroup)))) - set(resident.absent)
             return resident.buffer.view(nbytes)
 
-    def put_first(self, subgroup: int, nbytes: int) -> None:
-        """Hand back the first bytes of a subgroup in use, changed; the rest is handed back by `put`, changed too."""
+    def put_parts(self, subgroup: int, parts: Sequence[slice]) -> None:
+        """Hand back bytes of a subgroup in use that were changed and will not be again; `put` follows, with dirty."""
         with self._watch:
-            if subgroup not in self._keep and self.tiers:
-                self._writer.write(subgroup, self._residents[subgroup], nbytes // self.table.chunk_bytes)
+            if subgroup in self._keep or not self.tiers:
+                return
+            self._writer.write(subgroup, self._residents[subgroup], self.table.chunks_within(subgroup, parts))
 
     def put(self, subgroup: int, dirty: bool = True) -> None:
         """Hand a subgroup back: it stays in host memory if it is to be kept, else it is written."""
@@ -169,11 +168,6 @@ class Pipeline:
                 self._write(subgroup)
             self._read_ahead()
             self._watch.notify()
-
-    def keeps(self, subgroup: int) -> bool:
-        """Whether a subgroup stays in host memory when it is handed back in this step."""
-        with self._watch:
-            return subgroup in self._keep
 
     def check(self) -> None:
         """Raise what went wrong on a tier, if anything did."""
@@ -380,9 +374,8 @@ class Pipeline:
     # ---- writing --------------------------------------------------------------------------
 
     def _write(self, subgroup: int) -> None:
-        self.before_write(subgroup)
         resident = self._residents[subgroup]
-        self._writer.write(subgroup, resident)
+        self._writer.write(subgroup, resident, range(len(self.table.cuts(subgroup))))
         self._forget(subgroup, resident)
 
     def _after_write(self, subgroup: int, resident: Resident) -> None:

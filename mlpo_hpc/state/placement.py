@@ -75,9 +75,9 @@ class Adaptive(Placement):
     """Shares out by what each tier gives now: a chunk goes where it will be done first, write and following read.
 
     A tier moves what it was given in a step once out and, in the next step, once in, the one beside the
-    other: the slower way counts. Rates are those of this rank's last chunks while it had any to move on the tier,
-    waiting for turns included, so that a device that others use too, that is half duplex or becomes slow
-    is reckoned with as it is. Until a tier has moved enough, its weight is what was measured or given at the start.
+    other: the slower way counts. Rates are those of this rank in this step and the one before while it had any to
+    move on the tier, waiting for turns included, so that a device that others use too, that is half duplex or becomes
+    slow is reckoned with as it is. Until a tier has moved enough, its weight is what was measured or given before.
 
     Parameters
     ----------
@@ -98,6 +98,8 @@ class Adaptive(Placement):
 
     def begin(self) -> None:
         """What is still queued from the last step counts too."""
+        for tier in self._tiers:
+            tier.begin_step()
         self._placed_bytes = [tier.writes.meter.backlog_bytes for tier in self._tiers]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -56,6 +57,11 @@ class Table:
     def cuts(self, subgroup: int) -> list[slice]:
         """Byte ranges of a subgroup's chunks."""
         return cuts(self.records[subgroup].nbytes, self.chunk_bytes)
+
+    def chunks_within(self, subgroup: int, parts: Sequence[slice]) -> list[int]:
+        """Chunks that lie in one of some parts of a record; not a short last one, which another size makes longer."""
+        full = [(i, cut) for i, cut in enumerate(self.cuts(subgroup)) if cut.stop - cut.start == self.chunk_bytes]
+        return [i for i, cut in full if any(part.start <= cut.start and cut.stop <= part.stop for part in parts)]
 
     def commit(self, subgroup: int, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
         """Point the subgroup at its new chunks; return the old ones, whose slots are free now."""

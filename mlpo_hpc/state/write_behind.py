@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from mlpo_hpc.state.placement import Placement
@@ -46,11 +46,9 @@ class WriteBehind:
         self._after = after
         self._unplaced: deque[tuple[int, int, Resident]] = deque()
 
-    def write(self, subgroup: int, resident: Resident, num_chunks: int | None = None) -> None:
-        """Queue all chunks of a subgroup, or the first ones, for writing into free slots; each of them once."""
-        if num_chunks is None:
-            num_chunks = len(self._table.cuts(subgroup))
-        wanted = [index for index in range(num_chunks) if index not in resident.asked]
+    def write(self, subgroup: int, resident: Resident, chunks: Iterable[int]) -> None:
+        """Queue chunks of a subgroup for writing into free slots, those of them that were not before."""
+        wanted = [index for index in chunks if index not in resident.asked]
         resident.asked.update(wanted)
         resident.unwritten += len(wanted)
         self._unplaced.extend((subgroup, index, resident) for index in wanted)

@@ -45,8 +45,13 @@ class StorageTier:
         meters = {"read": self.reads.meter, "write": self.writes.meter}
         return {way: replace(meter.figures(), taken=taken.get(way, 0)) for way, meter in meters.items()}
 
+    def begin_step(self) -> None:
+        """A step begins: what was moved long before does not count any more in `recent_bps`."""
+        for lane in (self.reads, self.writes):
+            lane.meter.begin_step()
+
     def recent_bps(self) -> float | None:
-        """Bytes per second of the slower way, of the last chunks; None if too few were moved."""
+        """Bytes per second of the slower way, in this step and the one before; None if too few chunks were moved."""
         read_bps, write_bps = self.reads.meter.recent_bps(), self.writes.meter.recent_bps()
         return None if read_bps is None or write_bps is None else min(read_bps, write_bps)
 

@@ -14,9 +14,8 @@ from mlpo_hpc.telemetry.trace import Tell
 MAX_SPANS = 65536
 LEAST_WAIT_S = 1e-4
 """Shorter waits for a token are left out of a trace."""
-RECENT_CHUNKS = 32
-"""Chunks that a rate is taken from: enough to even out a device's moods, few enough to follow it within a step."""
-LEAST_CHUNKS = 4
+LEAST_CHUNKS = 16
+"""Chunks that a rate is taken from at least, to even out a device's moods."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,15 @@ class _Clock:
         return self._total_s + (now - self._since if self._inside else 0.0)
 
 
+@dataclass(frozen=True)
+class _Served:
+    """Time spent on chunks, waiting for turns included, and what was moved in it."""
+
+    seconds: float
+    nbytes: int
+    chunks: int
+
+
 class Meter:
     """Thread-safe counters of what moves on one tier in one direction."""
 
@@ -86,8 +94,9 @@ class Meter:
         self._wait_s = 0.0
         self._moving = _Clock()
         self._serving = _Clock()
-        self._served: deque[tuple[float, int]] = deque(maxlen=RECENT_CHUNKS + 1)
-        """After each of the last chunks: seconds that were spent on chunks, and bytes moved."""
+        self._served = _Served(0.0, 0, 0)
+        self._begins: deque[_Served] = deque([self._served])
+        """What was served when each of the last steps began."""
 
     def asked(self, nbytes: int) -> None:
         """A chunk is to be moved."""
@@ -105,16 +114,27 @@ class Meter:
             now = time.perf_counter()
             with self._lock:
                 self._serving.leave(now)
-                self._served.append((self._serving.seconds(now), self._nbytes))
+                self._served = _Served(self._serving.seconds(now), self._nbytes, self._served.chunks + 1)
                 self.backlog_bytes -= nbytes
 
-    def recent_bps(self) -> float | None:
-        """Bytes per second of the last chunks while there were any to move; None if there were too few."""
+    def begin_step(self) -> None:
+        """From now on `recent_bps` looks back to the beginning of the step before, or further if too little moved."""
         with self._lock:
-            if len(self._served) <= LEAST_CHUNKS:
+            self._begins.append(self._served)
+            while len(self._begins) > 2 and self._served.chunks - self._begins[1].chunks >= LEAST_CHUNKS:
+                self._begins.popleft()
+
+    def recent_bps(self) -> float | None:
+        """Bytes per second while there were any to move, since the step before began; None if too few moved.
+
+        All of a step is needed for it: within a step a device that serves in slices of time, or other jobs,
+        would make chunks go here and there, and the next step would wait for the tier that got too many.
+        """
+        with self._lock:
+            begin, end = self._begins[0], self._served
+            if end.chunks - begin.chunks < LEAST_CHUNKS:
                 return None
-            (begin_s, begin_bytes), (end_s, end_bytes) = self._served[0], self._served[-1]
-            return (end_bytes - begin_bytes) / max(1e-9, end_s - begin_s) or None
+            return (end.nbytes - begin.nbytes) / max(1e-9, end.seconds - begin.seconds) or None
 
     @contextmanager
     def moving(self, nbytes: int) -> Iterator[None]:

@@ -23,6 +23,7 @@ FACTORS: dict[str, list[Any]] = {
     "placement": ["adaptive", "proportional", "static"],
     "prefetch": ["auto", 0, 1],
     "format": ["auto", "fp32"],
+    "part_items": [2**20, 128],
     "tokens": ["flock", "off"],
     "files": ["raw", "hdf5"],
 }

@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import mlpo_hpc
+from mlpo_hpc.engine import records
 from mlpo_hpc.engine.inject import _nothing_to_compile
 from mlpo_hpc.state.codec.fp32 import record_bytes
 from mlpo_hpc.state.layout import least_host_bytes
@@ -79,18 +80,29 @@ def host_bytes(case: dict[str, Any], numels: list[int], world_size: int) -> int:
     """Bytes a node for this case's budget."""
     vectors = {"adamw_amsgrad": 4, "sgd_momentum": 2}.get(case["optimizer"], 3)
     sizes = [record_bytes(n, vectors) for n in numels]
-    scratch = 2 * round_up(4 * max(numels))  # a gradient and, with codec split, master weights
+    items = min(max(numels), case["part_items"]) if in_parts(case) else max(numels)
+    scratch = 2 * round_up(4 * items)  # a gradient and, with codec split, master weights
     least = least_host_bytes(sizes, scratch, have_tiers=True)
     everything = sum(sizes) + scratch
     share = {"minimum": least, "third": max(least, everything // 3), "all": everything}[case["budget"]]
     return share * world_size
 
 
+def in_parts(case: dict[str, Any]) -> bool:
+    """Whether this case's optimizer is known to update parts as it does the whole."""
+    return case["optimizer"] in ("adamw_fused", "section_adam")
+
+
 def run_ours(case: dict[str, Any], dirs: list[str], numels: list[int]) -> tuple[Outcome, dict[str, Any]]:
     model = cases.build(case)
     config = cases.our_config(case, dirs, host_bytes(case, numels, torch.distributed.get_world_size()))
-    engine, *_ = mlpo_hpc.initialize(
-        model=model, optimizer=cases.optimizer(case, model), config=config, model_parameters=trainable(model)
+    with patch.object(records, "PART_ITEMS", case["part_items"]):
+        engine, *_ = mlpo_hpc.initialize(
+            model=model, optimizer=cases.optimizer(case, model), config=config, model_parameters=trainable(model)
+        )
+    most_items = max(numels)
+    assert engine.optimizer._state.records.part_items == (
+        min(most_items, case["part_items"]) if in_parts(case) else most_items
     )
     losses = train(engine, case)
     pool = engine.optimizer._store.pipeline.pool

@@ -197,7 +197,7 @@ def changed_weights(args: Args) -> Args:
     found: Args = {"codec": optimizer._state.records.codec}
     # At the ends of the order and in the middle; subgroups too small for the codec are left as they are.
     subgroups = {n: optimizer.grad_position[optimizer.get_param_id(p)][0] for n, p in params.items() if "weight" in n}
-    short = [name for name, subgroup in subgroups.items() if optimizer._state.records._forms[subgroup] is not None]
+    short = [name for name, subgroup in subgroups.items() if optimizer._state.records.form(subgroup) is not None]
     found["names"] = [short[0], short[len(short) // 2], short[-1]]
     for name in found["names"]:
         others = {n: safe_get_full_fp32_param(p).clone() for n, p in params.items() if n != name}

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from mlpo_hpc.engine import contract
+from mlpo_hpc.engine import records as records_module
 from mlpo_hpc.engine.records import Records
-from mlpo_hpc.engine.update import BoundState, probe_optimizer
+from mlpo_hpc.engine.update import BoundState, probe_optimizer, updates_in_parts
 from mlpo_hpc.errors import UnsupportedError
 
 
@@ -114,15 +115,43 @@ def test_state_of_another_shape_is_refused():
         probe_optimizer(optimizer, optimizer.param_groups[0])
 
 
-def bind_alone(spec, numel):
+class Alone:
     """State of one subgroup, as it is used."""
-    return BoundState([spec], Records([numel], [spec.num_vectors]))
+
+    def __init__(self, spec, numel, in_parts=False):
+        self.weights = torch.zeros(numel)
+        self.records = Records([numel], [spec.num_vectors], lambda _: self.weights, in_parts=in_parts)
+        self.bound = BoundState([spec], self.records)
+        self.record = memoryview(bytearray(self.records.nbytes(0)))
+
+    def open(self):
+        return self.records.open(0, self.record, lambda *_: self.record)
+
+    @property
+    def vectors(self):
+        return self.records.plain_vectors(0, self.record)
+
+    def step(self, optimizer, gradient):
+        """As the engine does it, part by part."""
+        master, opened, group = torch.nn.Parameter(torch.empty(0)), self.open(), optimizer.param_groups[0]
+        for part in opened.parts:
+            vectors = opened.vectors(part)
+            self.bound.bind(0, vectors, optimizer, master)
+            master.grad = gradient[part].clone()
+            group["params"] = [master]
+            optimizer.step()
+            group["params"] = []
+            scalars = self.bound.unbind(0, vectors, optimizer, master)
+        self.bound.take_scalars(0, scalars)
+        assert master not in optimizer.state
+        return len(opened.parts)
 
 
 @pytest.mark.parametrize(
     ("kind", "kwargs"),
     [
         (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adam, {"fused": True, "amsgrad": True, "weight_decay": 0.1}),
         (torch.optim.AdamW, {"amsgrad": True}),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
         (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
@@ -130,32 +159,27 @@ def bind_alone(spec, numel):
         (torch.optim.NAdam, {}),
     ],
 )
-def test_updates_through_a_record_are_those_of_the_optimizer_itself(kind, kwargs):
+@pytest.mark.parametrize("numel", [1003, 1024, 70_001])
+def test_updates_through_a_record_are_those_of_the_optimizer_itself(kind, kwargs, numel, monkeypatch):
+    """Part by part where the engine does it in parts; these are as small as any may be."""
+    monkeypatch.setattr(records_module, "PART_ITEMS", 256)
     torch.manual_seed(0)
-    numel = 1003
     start = torch.randn(numel)
     plain = torch.nn.Parameter(start.clone())
     reference = kind([plain], **kwargs)
     optimizer = make(kind, **kwargs)
-    group = optimizer.param_groups[0]
-    bound = bind_alone(probe_optimizer(optimizer, group), numel)
-    record = memoryview(bytearray(bound.records.nbytes(0)))
-    master = torch.nn.Parameter(torch.empty(0))
-    bound.create(0, record, start)
+    spec, in_parts = probe_optimizer(optimizer, optimizer.param_groups[0]), updates_in_parts(optimizer)
+    assert in_parts == kwargs.get("fused", False)
+    alone = Alone(spec, numel, in_parts)
+    alone.bound.create(alone.open(), start)
     for _ in range(5):
         gradient = torch.randn(numel)
         plain.grad = gradient.clone()
         reference.step()
-        bound.bind(0, bound.records.vectors(0, record), optimizer, master)
-        master.grad = gradient.clone()
-        group["params"] = [master]
-        optimizer.step()
-        group["params"] = []
-        bound.unbind(0, record, optimizer, master)
-        assert torch.equal(bound.records.vectors(0, record)[0], plain.detach())
-    for key, vector in zip(bound.specs[0].vectors, bound.records.vectors(0, record)[1:], strict=True):
+        assert alone.step(optimizer, gradient) == (-(-numel // 256) if in_parts else 1)
+        assert torch.equal(alone.vectors[0], plain.detach())
+    for key, vector in zip(spec.vectors, alone.vectors[1:], strict=True):
         assert torch.equal(vector, reference.state[plain][key])
-    assert master not in optimizer.state
 
 
 def test_state_saved_by_deepspeed_s_cpu_adam_goes_on_with_torch_s():
@@ -168,27 +192,23 @@ def test_state_saved_by_deepspeed_s_cpu_adam_goes_on_with_torch_s():
         reference.step()
     saved = {key: value.clone() for key, value in reference.state[plain].items()} | {"step": 3}
     optimizer = make(torch.optim.AdamW, fused=True)
-    group = optimizer.param_groups[0]
-    bound = bind_alone(probe_optimizer(optimizer, group), 50)
-    record, master = memoryview(bytearray(bound.records.nbytes(0))), torch.nn.Parameter(torch.empty(0))
-    bound.restore(0, record, plain.detach(), saved)
-    bound.bind(0, bound.records.vectors(0, record), optimizer, master)
+    alone = Alone(probe_optimizer(optimizer, optimizer.param_groups[0]), 50)
+    alone.bound.restore(0, alone.open(), plain.detach(), saved)
+    assert torch.equal(alone.weights, plain.detach())
     plain.grad = torch.randn(50)
-    master.grad = plain.grad.clone()
-    group["params"] = [master]
-    optimizer.step()
+    alone.step(optimizer, plain.grad)
     reference.step()
-    assert torch.equal(master.detach(), plain.detach())
+    assert torch.equal(alone.vectors[0], plain.detach())
 
 
 def test_a_checkpoint_without_state_takes_the_old_state_away():
     optimizer = make(torch.optim.SGD, lr=0.1, momentum=0.9)
-    bound = bind_alone(probe_optimizer(optimizer, optimizer.param_groups[0]), 5)
-    record = memoryview(bytearray(bound.records.nbytes(0)))
-    bound.restore(0, record, torch.ones(5), {"momentum_buffer": torch.full((5,), 7.0)})
-    bound.restore(0, record, torch.zeros(5), {})
-    assert not bound.records.vectors(0, record)[1].any()
-    assert bound.scalars(0) is None
+    alone = Alone(probe_optimizer(optimizer, optimizer.param_groups[0]), 5)
+    alone.bound.restore(0, alone.open(), torch.ones(5), {"momentum_buffer": torch.full((5,), 7.0)})
+    assert alone.bound.scalars(0) == {}
+    alone.bound.restore(0, alone.open(), torch.zeros(5), {})
+    assert not alone.vectors[1].any()
+    assert alone.bound.scalars(0) is None
 
 
 def test_the_probe_does_not_depend_on_the_default_type():

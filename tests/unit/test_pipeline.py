@@ -51,18 +51,18 @@ def fill(pipeline, order):
         pipeline.put(subgroup)
 
 
-def step(pipeline, order, following=None, sizes=None, first_bytes=0):
-    """One update: every byte grows by one; the first ones may be handed back before, records may get other sizes."""
+def step(pipeline, order, following=None, sizes=None, early_blocks=0):
+    """One update: every byte grows by one; records may get other sizes."""
     pipeline.begin(order, following)
     for subgroup in order:
         array = np.frombuffer(pipeline.get(subgroup), np.uint8)
         assert (array == array[0]).all(), f"record {subgroup} is a mixture"
         value = array[0]
         size = len(array) if sizes is None else sizes[subgroup]
-        early, common = min(first_bytes, len(array), size), min(len(array), size)
-        early -= early % pipeline.table.chunk_bytes
+        early, common = early_blocks * BLOCK, min(len(array), size)
+        early = min(early, common)
         array[:early] += 1
-        pipeline.put_first(subgroup, early)
+        pipeline.put_parts(subgroup, [slice(0, early)])
         if sizes is not None:
             array = np.frombuffer(pipeline.resize(subgroup, size), np.uint8)
             assert (array[early:common] == value).all(), "what both sizes have in common stays"
@@ -92,10 +92,10 @@ def values(pipeline):
     skips=st.lists(st.booleans(), min_size=4, max_size=4),
     looks=st.lists(st.integers(0, 8), max_size=4),
     shrinks=st.lists(st.integers(0, 4), min_size=9, max_size=9),
-    first_blocks=st.integers(0, 4),
+    early_blocks=st.integers(0, 4),
 )
 def test_no_state_is_lost_whatever_the_sizes_orders_and_budgets(
-    blocks, extra, num_tiers, chunk_blocks, policy, prefetch, skips, looks, shrinks, first_blocks
+    blocks, extra, num_tiers, chunk_blocks, policy, prefetch, skips, looks, shrinks, early_blocks
 ):
     sizes = [n * BLOCK for n in blocks]
     budget = least_host_bytes(sizes, 0, True) + extra * BLOCK
@@ -117,7 +117,7 @@ def test_no_state_is_lost_whatever_the_sizes_orders_and_budgets(
                     step_order(n, policy, flipped),
                     step_order(n, policy, not flipped),
                     now,
-                    first_blocks * BLOCK,
+                    early_blocks,
                 )
                 flipped, steps = not flipped, steps + 1
         assert values(pipeline) == [(s + steps) % 256 for s in range(n)]

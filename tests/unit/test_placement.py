@@ -48,7 +48,11 @@ class Tier:
 
     def __init__(self, bps):
         self.bps = bps
+        self.steps = 0
         self.writes = SimpleNamespace(meter=SimpleNamespace(backlog_bytes=0))
+
+    def begin_step(self):
+        self.steps += 1
 
     def recent_bps(self):
         return self.bps
@@ -69,6 +73,7 @@ def test_adaptive_placement_follows_what_the_tiers_give():
     assert shares(placement, tiers) == pytest.approx([0.25, 0.5, 0.25], abs=0.01)
     tiers[1].bps = 50.0  # in the middle of a step: what it was given already counts at its new rate
     assert [placement.pick([9, 9, 9], 100) for _ in range(10)].count(1) == 0
+    assert [tier.steps for tier in tiers] == [2, 2, 2], "each step is told to them"
 
 
 def test_adaptive_placement_reckons_with_what_is_still_queued():
@@ -81,7 +86,7 @@ def test_adaptive_placement_reckons_with_what_is_still_queued():
     assert placement.pick([0, 0], 100) is None
 
 
-def test_a_rate_is_that_of_the_last_chunks_while_there_were_any_to_move(monkeypatch):
+def test_a_rate_is_that_of_two_steps_while_there_were_any_to_move(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     meter = metrics.Meter()
@@ -93,17 +98,21 @@ def test_a_rate_is_that_of_the_last_chunks_while_there_were_any_to_move(monkeypa
                 now[0] += move_s
         now[0] += 10.0  # nothing to do
 
-    for _ in range(metrics.LEAST_CHUNKS):
-        serve(0.0, 1.0)
-    assert meter.recent_bps() is None
-    for _ in range(metrics.RECENT_CHUNKS):
-        serve(0.0, 1.0)
-    assert meter.recent_bps() == pytest.approx(1000.0)
-    for _ in range(metrics.RECENT_CHUNKS):
-        serve(1.0, 1.0)
-    assert meter.recent_bps() == pytest.approx(500.0), "waiting for a turn is time too"
-    meter.asked(70)
-    assert meter.backlog_bytes == 70 - 1000 * (metrics.LEAST_CHUNKS + 2 * metrics.RECENT_CHUNKS)
+    def step(wait_s, count=metrics.LEAST_CHUNKS):
+        meter.begin_step()
+        for _ in range(count):
+            serve(wait_s, 1.0)
+        return meter.recent_bps()
+
+    assert step(0.0, 1) is None, "too few to tell"
+    assert step(0.0) == pytest.approx(1000.0)
+    assert step(0.0) == pytest.approx(1000.0)
+    assert step(1.0) == pytest.approx(1000.0 * 2 / 3), "waiting for a turn is time too"
+    assert step(1.0) == pytest.approx(500.0), "what was before the last step does not count any more"
+    for _ in range(metrics.LEAST_CHUNKS - 2):
+        assert step(0.0, 1) > 500.0, "with few chunks a step it takes more of them"
+    meter.asked(70_000_000)
+    assert meter.backlog_bytes == 70_000_000 - 1000 * (5 * metrics.LEAST_CHUNKS - 1)
 
 
 @given(count=st.integers(1, 10**6), weights=weights_st, data=st.data())
