@@ -1,0 +1,245 @@
+"""The plan: does it fit, how long is an iteration, what is written, what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mlpo_hpc.planner.job import Job
+from mlpo_hpc.planner.machine import PlanTier
+from mlpo_hpc.planner.needs import (
+    checkpoint_bytes,
+    checkpoint_s,
+    fitting_weights,
+    gpu_bytes,
+    host_bytes,
+    least_state_bytes,
+    room_bytes,
+    stored_bytes,
+)
+from mlpo_hpc.planner.policy import FP32_BYTES, MLP, OURS, ZERO3, Policy
+from mlpo_hpc.planner.simulate import Forecast, simulate, weights_of
+
+SYSTEMS = (ZERO3, MLP, OURS)
+DAY_S = 86400
+RATED_DRIVE_WRITES = 1.0
+"""A day, in units of its capacity: drives for data centres are rated for 1 to 3, for five years."""
+RATED_DAYS = 5 * 365
+TIGHT = 0.9
+"""Part of an accelerator's memory above which what is not modelled may not fit."""
+WORTH = 1.02
+"""A gain below this factor is not told."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What one system would do with a job."""
+
+    policy: Policy
+    forecast: Forecast
+    tier_bytes: dict[str, float]
+    """Of one node."""
+    text_tokens_ps: float
+    """Of the whole job."""
+
+    def written_a_day(self, tier: str) -> float:
+        """Bytes that one node writes to a tier in 24 hours."""
+        return self.forecast.moved_bytes[tier]["write"] * DAY_S / self.forecast.iteration_s
+
+
+@dataclass(frozen=True)
+class Wear:
+    """What the training does to the drives of a node."""
+
+    tier: str
+    written_bytes: float
+    """A day."""
+    drive_writes: float | None
+    """A day, in units of the capacity; None: that is not known."""
+
+    @property
+    def rated_days(self) -> float | None:
+        """Until all writes are used up that a drive of one drive-write a day is rated for."""
+        return RATED_DAYS * RATED_DRIVE_WRITES / self.drive_writes if self.drive_writes else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known about a job before it runs."""
+
+    job: Job
+    gpu_bytes: dict[str, float]
+    host_bytes: dict[str, float]
+    outlooks: dict[str, Outlook]
+    """By system, those whose state has room."""
+    wear: list[Wear]
+    """Of ours."""
+    checkpoint_bytes: float
+    checkpoint_s: float
+    problems: list[str]
+    """Why it does not fit."""
+    warnings: list[str]
+    advice: list[tuple[str, float]]
+    """What would help, and how many times as many text tokens a second and accelerator there would be, most first."""
+
+    def plain(self) -> dict[str, Any]:
+        """All of it, for programs."""
+        machine = self.job.machine
+        return {
+            "fits": not self.problems,
+            "problems": self.problems,
+            "warnings": self.warnings,
+            "parameters": self.job.model.numel,
+            "model": self.job.model.model_dump(),
+            "machine": asdict(machine),
+            "text_tokens": self.job.text_tokens,
+            "gpu_bytes": self.gpu_bytes,
+            "host_bytes": self.host_bytes,
+            "systems": {name: _plain_outlook(outlook) for name, outlook in self.outlooks.items()},
+            "wear": [{**asdict(wear), "rated_days": wear.rated_days} for wear in self.wear],
+            "checkpoint": {"bytes": self.checkpoint_bytes, "least_s": self.checkpoint_s},
+            "advice": [{"what": what, "gain": gain} for what, gain in self.advice],
+        }
+
+
+def _plain_outlook(outlook: Outlook) -> dict[str, Any]:
+    forecast = outlook.forecast
+    return {
+        **asdict(forecast),
+        "iteration_s": forecast.iteration_s,
+        "tier_bytes": outlook.tier_bytes,
+        "text_tokens_ps": outlook.text_tokens_ps,
+    }
+
+
+def foresee(job: Job, policy: Policy) -> Outlook | None:
+    """Simulate a job under a policy; None if its state has no room on the tiers."""
+    tiers = job.machine.local_tiers
+    weights = fitting_weights(job, policy, weights_of(policy, tiers))
+    if weights is None:
+        return None
+    forecast = simulate(job.simulated(policy), tiers, job.work(policy), weights)
+    shares = [weight / sum(weights) for weight in weights]
+    stored = {tier.name: share * stored_bytes(job, policy) for tier, share in zip(tiers, shares, strict=True)}
+    return Outlook(policy, forecast, stored, job.text_tokens / forecast.iteration_s)
+
+
+def make_plan(job: Job, systems: Sequence[Policy] = SYSTEMS) -> Plan:
+    """Plan a job; ours is what is checked, warned of and improved, the other systems are for comparison.
+
+    Parameters
+    ----------
+    job : Job
+        With at least one tier.
+    systems : sequence of Policy
+        Those to simulate; ours among them.
+    """
+    on_gpu, on_host = gpu_bytes(job), host_bytes(job)
+    found = {policy.name: foresee(job, policy) for policy in systems}
+    outlooks = {name: outlook for name, outlook in found.items() if outlook is not None}
+    ours = outlooks.get(OURS.name)
+    wear = _wear(job, ours) if ours else []
+    return Plan(
+        job,
+        on_gpu,
+        on_host,
+        outlooks,
+        wear,
+        checkpoint_bytes(job),
+        checkpoint_s(job),
+        _problems(job, sum(on_gpu.values()), sum(on_host.values()), ours),
+        _warnings(job, sum(on_gpu.values()), wear),
+        _advice(job, ours) if ours else [],
+    )
+
+
+def _problems(job: Job, on_gpu: float, on_host: float, ours: Outlook | None) -> list[str]:
+    machine, found = job.machine, []
+    if on_gpu > machine.gpu_bytes:
+        found.append(
+            f"each accelerator needs {on_gpu / 1e9:.0f} GB and has {machine.gpu_bytes / 1e9:.0f}: "
+            "more nodes, shorter sequences or a smaller micro-batch"
+        )
+    if on_host > machine.node_bytes:
+        found.append(
+            f"each node needs {on_host / 1e9:.0f} GB of host memory and has {machine.node_bytes / 1e9:.0f}: "
+            "more nodes, or a smaller --host-memory"
+        )
+    least = least_state_bytes(job, OURS)
+    if job.state_host_bytes < least:
+        found.append(
+            f"state needs {least / 1e9:.1f} GB of host memory on each node and gets {job.state_host_bytes / 1e9:.1f}: "
+            "more nodes, or a smaller --sub-group-size"
+        )
+    if ours is None:
+        rooms = sum(room_bytes(tier, machine.nodes) or 0.0 for tier in machine.tiers)
+        found.append(
+            f"state needs {stored_bytes(job, OURS) / 1e9:,.0f} GB of each node's tiers, which have room for "
+            f"{rooms / 1e9:,.0f}: more nodes, or another tier"
+        )
+    return found
+
+
+def _warnings(job: Job, on_gpu: float, wear: Sequence[Wear]) -> list[str]:
+    found = []
+    if FP32_BYTES * job.items + least_state_bytes(job, OURS) < job.state_host_bytes:
+        found.append('all state fits into host memory: "tiers": [] needs no storage, and nothing is faster')
+    if TIGHT * job.machine.gpu_bytes < on_gpu <= job.machine.gpu_bytes:
+        found.append("accelerator memory is tight: what drivers and allocators take is not counted")
+    for drive in wear:
+        if drive.drive_writes is not None and drive.drive_writes > RATED_DRIVE_WRITES:
+            found.append(
+                f"{drive.tier}: {drive.drive_writes:.0f} drive writes a day; a drive rated for one, over five years, "
+                f"is worn out after {drive.rated_days:.0f} days of training"
+            )
+    return found
+
+
+def _wear(job: Job, outlook: Outlook) -> list[Wear]:
+    """Of each tier with drives of the node's own."""
+    found = []
+    for tier in job.machine.tiers:
+        if not tier.shared:
+            written = outlook.written_a_day(tier.name)
+            found.append(Wear(tier.name, written, written / tier.capacity_bytes if tier.capacity_bytes else None))
+    return found
+
+
+def _advice(job: Job, ours: Outlook) -> list[tuple[str, float]]:
+    """Each change alone, simulated; those that gain, most first."""
+    now = ours.text_tokens_ps / job.machine.ranks
+    found = []
+    for what, changed in _changes(job):
+        outlook = foresee(changed, OURS)
+        if outlook is not None and sum(gpu_bytes(changed).values()) <= job.machine.gpu_bytes:
+            found.append((what, outlook.text_tokens_ps / changed.machine.ranks / now))
+    return sorted((entry for entry in found if entry[1] > WORTH), key=lambda entry: -entry[1])
+
+
+def _changes(job: Job) -> list[tuple[str, Job]]:
+    """What one could change, in words and as a job."""
+    machine, first = job.machine, job.machine.tiers[0]
+    changes = [
+        ("4 times as many micro-batches an iteration", replace(job, accumulation=4 * job.accumulation)),
+        ("micro-batches of twice the size", replace(job, micro_batch=2 * job.micro_batch)),
+        ("half as much host memory again for state", replace(job, host_bytes=int(1.5 * job.state_host_bytes))),
+        ("twice the nodes", replace(job, machine=replace(machine, nodes=2 * machine.nodes))),
+        (f"{first.name} twice as fast (a second drive)", _with_tiers(job, lambda tier: _twice(tier, first))),
+    ]
+    if len(machine.tiers) == 1:
+        slower = replace(first, name="second", read_bps=first.read_bps / 2, write_bps=first.write_bps / 2)
+        beside = replace(job, machine=replace(machine, tiers=(first, slower)))
+        changes.append((f"a second tier beside it, half as fast as {first.name}", beside))
+    return changes
+
+
+def _with_tiers(job: Job, change: Callable[[PlanTier], PlanTier]) -> Job:
+    return replace(job, machine=replace(job.machine, tiers=tuple(map(change, job.machine.tiers))))
+
+
+def _twice(tier: PlanTier, chosen: PlanTier) -> PlanTier:
+    if tier is not chosen:
+        return tier
+    capacity = None if tier.capacity_bytes is None else 2 * tier.capacity_bytes
+    return replace(tier, read_bps=2 * tier.read_bps, write_bps=2 * tier.write_bps, capacity_bytes=capacity)
