@@ -1,13 +1,17 @@
 # make demo     pre-train a GPT on two ranks over two storage tiers
 # make test     the tests (one machine, no GPU needed); test-mpi, test-slurm: those with an MPI, a Slurm
+# make install PREFIX=/apps     for all users, as an environment module (docs/modules.md); uninstall, wheels
 VENV ?= .venv
+PYTHON ?= python3
+EXTRAS ?= mpi
 BIN = $(VENV)/bin
+SITE_PATH := $(PATH)
 # An MPI on PATH comes first; the environment has a wheel of Open MPI if that one did not work.
 export PATH := $(if $(wildcard $(BIN)/mpirun),$(abspath $(BIN)):$(PATH),$(PATH):$(abspath $(BIN)))
 DEMO_ARGS ?= --host-memory 300MB
 PYTEST = $(BIN)/python -m pytest
 
-.PHONY: demo test test-mpi test-slurm test-all lint clean
+.PHONY: demo test test-mpi test-slurm test-all lint install uninstall wheels clean
 
 $(VENV)/.ready: setup.cfg constraints.txt .ci/setup
 	.ci/setup $(VENV) dev
@@ -35,6 +39,15 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy modules/*.py
+
+# With the modules of the site and their Python, not with the environment of the tests.
+install uninstall wheels: export PATH := $(SITE_PATH)
+install uninstall wheels:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is not Python 3.11 or newer: load a module that has it, or give PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -sB modules/install.py $@ --prefix="$(PREFIX)" --wheels="$(WHEELS)" --extras="$(EXTRAS)" \
+	    $(if $(VERSION),--version="$(VERSION)") $(if $(filter-out undefined,$(origin MODULES)),--modules="$(MODULES)")
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
