@@ -6,6 +6,7 @@ import click
 
 from mlpo_hpc import __version__
 from mlpo_hpc.cli.bench import bench
+from mlpo_hpc.cli.doctor import doctor
 from mlpo_hpc.cli.plan import plan
 from mlpo_hpc.cli.probe import probe
 from mlpo_hpc.cli.stripe import stripe
@@ -19,5 +20,6 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(plan)
+main.add_command(doctor)
 main.add_command(probe)
 main.add_command(stripe)

@@ -170,7 +170,7 @@ def _agree_by_job(environ: Mapping[str, str]) -> tuple[str, int]:
     if INTERFACE in environ:
         raise ConfigError(f"{INTERFACE} needs an MPI to tell all ranks the address: set MASTER_ADDR, or use --mpi")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
-    return _first_host(nodes), port_of_job(_job_step(environ))
+    return first_host(nodes), port_of_job(job_step(environ))
 
 
 def has_pmi(environ: Mapping[str, str]) -> bool:
@@ -194,12 +194,12 @@ def _agree_by_mpi(world_size: int) -> tuple[str, int]:
 
 def _choose(hosts: list[tuple[str, str]]) -> tuple[str, int] | ConfigError:
     try:
-        return _address(hosts), first_free_port(_job_step(os.environ))
+        return address_for(hosts), first_free_port(job_step(os.environ))
     except ConfigError as error:
         return error
 
 
-def _address(hosts: list[tuple[str, str]]) -> str:
+def address_for(hosts: list[tuple[str, str]]) -> str:
     """Of this host, for hosts given as name and machine."""
     if INTERFACE in os.environ:
         return address_of(os.environ[INTERFACE])
@@ -218,13 +218,14 @@ def _refuse_busy_port(environ: Mapping[str, str]) -> None:
         raise ConfigError(f"MASTER_PORT {port} is in use on {socket.gethostname()}: set another one, or none")
 
 
-def _job_step(environ: Mapping[str, str]) -> str:
+def job_step(environ: Mapping[str, str]) -> str:
     """Equal on all ranks of a job step, another one for the next; empty outside of jobs."""
     job = next((environ[name] for name in JOB_VARIABLES if name in environ), "")
     return f"{job}.{environ.get('SLURM_STEP_ID', '')}" if job else ""
 
 
-def _first_host(nodelist: str) -> str:
+def first_host(nodelist: str) -> str:
+    """Of a list as Slurm writes it."""
     from ClusterShell.NodeSet import NodeSet
 
     return str(NodeSet(nodelist)[0])

@@ -117,7 +117,7 @@ def start_mpi(expected_size: int | None = None) -> MPI.Intracomm:
     MpiMismatch
         If the world has another than the expected size.
     """
-    mpi = _import_mpi()
+    mpi = import_mpi()
     library = mpi.Get_library_version().split(",")[0].splitlines()[0]
     if not mpi.Is_initialized():
         if expected_size is not None:
@@ -176,8 +176,16 @@ def node_communicator() -> MPI.Intracomm:
     return cast("MPI.Intracomm", comm)
 
 
-def _import_mpi() -> Any:
-    """Without initialising it, so that what would end the process can be said before."""
+def import_mpi() -> Any:
+    """MPI without initialising it, so that what would end the process can be said before.
+
+    Raises
+    ------
+    ImportError
+        If mpi4py is missing.
+    RuntimeError
+        If it finds no MPI library.
+    """
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:

@@ -91,7 +91,7 @@ def why_not(node: Node) -> str:
     ConfigError
         If the launcher started one world and MPI sees another.
     """
-    if reason := mpi_obstacle(node, alone=True) or next(filter(None, gather(_lack_of_memory(node))), ""):
+    if reason := mpi_obstacle(node, alone=True) or next(filter(None, gather(lack_of_memory(node))), ""):
         return reason
     # All ranks are in one MPI world now, so a collective call is safe.
     node_comm = node_communicator()
@@ -101,7 +101,8 @@ def why_not(node: Node) -> str:
     return next(filter(None, gather(neighbours)), "")
 
 
-def _lack_of_memory(node: Node) -> str:
+def lack_of_memory(node: Node) -> str:
+    """Why shared memory of this host is too small for the tokens of a node's ranks; empty if it is not."""
     if not SHARED_MEMORY.is_dir():
         return ""
     free = shutil.disk_usage(SHARED_MEMORY).free

@@ -227,13 +227,13 @@ def test_ranks_that_do_not_meet_by_mpi_meet_by_their_job(monkeypatch, caplog):
 
 
 def test_the_address_is_one_that_the_others_can_reach(monkeypatch):
-    assert launch._address([("n1", "a"), ("n1", "a")]) == "127.0.0.1"
-    assert launch._address([("n1", "a"), ("n2", "b")]) == "n1"
+    assert launch.address_for([("n1", "a"), ("n1", "a")]) == "127.0.0.1"
+    assert launch.address_for([("n1", "a"), ("n2", "b")]) == "n1"
     twins = [("localhost", "a"), ("localhost", "b")]
     with pytest.raises(ConfigError, match="several machines call themselves localhost"):
-        launch._address(twins)
+        launch.address_for(twins)
     monkeypatch.setenv("MLPO_HPC_INTERFACE", "lo")
-    assert launch._address(twins) == network.address_of("lo")
+    assert launch.address_for(twins) == network.address_of("lo")
 
 
 @pytest.mark.parametrize(

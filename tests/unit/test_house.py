@@ -20,7 +20,7 @@ FLOORS = [
     {"state"},
     {"checkpoint"},
     {"engine", "planner"},
-    {"cli", "bench"},
+    {"cli", "bench", "doctor"},
 ]
 HEAVY = {"torch", "deepspeed", "mpi4py", "h5py"}
 
