@@ -66,14 +66,17 @@ class Child:
         return None, f"ended without an answer ({how}){self._printed()}"
 
     def end(self) -> None:
-        """Let it end, or end it; one that hangs in the kernel is left to the system."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+        """Let it end if it has answered, else end it; one that hangs in the kernel is left to the system."""
+        if self._told() is not None:
+            self._wait()
         if self._process.poll() is None:
             self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
+            self._wait()
         os.close(self._out)
+
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
 
     def _text(self) -> str:
         # Seeking would move the child's place in the file too: it is the same one.

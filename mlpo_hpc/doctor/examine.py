@@ -6,27 +6,23 @@ import os
 import socket
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 from ClusterShell.NodeSet import NodeSet
 from pydantic import BaseModel, computed_field
 
 from mlpo_hpc.cluster.launch import job_step
 from mlpo_hpc.cluster.memory import available_bytes
-from mlpo_hpc.cluster.network import INTERFACE, address_of, first_free_port
+from mlpo_hpc.cluster.network import first_free_port
 from mlpo_hpc.cluster.node import machine_id
-from mlpo_hpc.doctor import gpu, hdf5, joint, memory, mpi, software
-from mlpo_hpc.doctor.child import Child
-from mlpo_hpc.doctor.finding import Finding, Merged, merge, split_advice
+from mlpo_hpc.doctor import joint, memory, software
+from mlpo_hpc.doctor.finding import Merged, merge
 from mlpo_hpc.doctor.meeting import Answer, Greeting, find_point, reception, report
+from mlpo_hpc.doctor.own import Looks, Seen
 from mlpo_hpc.doctor.plan import read_plan
 from mlpo_hpc.doctor.start import find_start, judge_start
-from mlpo_hpc.doctor.storage import Room, TierFacts
-from mlpo_hpc.errors import ConfigError, MlpoError
+from mlpo_hpc.errors import MlpoError
 from mlpo_hpc.storage.folder import private_folder
-
-Facts = TypeVar("Facts", bound=BaseModel)
 
 GRACE_S = 5.0
 """For what comes after the looks: ranks that began later, the way to the first rank."""
@@ -68,15 +64,6 @@ class Report(BaseModel):
         return not any(finding.verdict == "fail" for finding in self.findings)
 
 
-@dataclass
-class Seen:
-    """What this rank saw by itself."""
-
-    findings: list[Finding]
-    rooms: dict[str, Room] = field(default_factory=dict)
-    mpi: mpi.MpiFacts | None = None
-
-
 class Examination:
     """Of all nodes that the launcher gave.
 
@@ -105,7 +92,8 @@ class Examination:
         """
         start, point, job = self._start, find_point(self._start, os.environ), job_step(os.environ)
         port = point[1] if point else first_free_port()
-        seen = self._look(port)
+        num_nodes = self._wish.num_nodes or start.num_nodes
+        seen = Looks(start, self._plan, num_nodes, self._deadline, self._endings).look(port)
         if point is None and seen.mpi is not None and seen.mpi.address:
             point, job = (seen.mpi.address, seen.mpi.port), f"{seen.mpi.address}:{seen.mpi.port}"
         if start.rank == 0:
@@ -118,66 +106,6 @@ class Examination:
                 f"the first rank was not told what rank {start.rank} on {socket.gethostname()} saw: {reason}"
             )
         return None
-
-    def _look(self, port: int) -> Seen:
-        """Start all that may hang at once, look at the rest meanwhile."""
-        start, plan = self._start, self._plan
-        first = start.local_rank == 0
-        mpi_child = self._child("mpi", str(start.size), str(port)) if start.by_mpi else None
-        if mpi_child is None and first:
-            mpi_child = self._child("mpi", "0", "0")
-        seen = self._look_at_node() if first else Seen([])
-        if mpi_child is not None:
-            answer, trouble = mpi_child.answer(self._deadline)
-            seen.mpi = None if answer is None else mpi.MpiFacts.model_validate(answer)
-            seen.findings += mpi.judge(seen.mpi, trouble, start, plan.needs_mpi)
-        return seen
-
-    def _look_at_node(self) -> Seen:
-        """What is the same for all ranks of a node."""
-        start, plan = self._start, self._plan
-        num_nodes = str(self._wish.num_nodes or start.num_nodes)
-        tiers = {tier.name: self._child("tier", tier.model_dump_json(), num_nodes) for tier in plan.tiers}
-        places = self._child("places") if not plan.tiers and self._wish.config is None else None
-        h5py_child = self._child("h5py")
-        signs = gpu.signs_of_gpus(os.environ)
-        gpu_child = self._child("gpu") if signs and os.environ.get("DS_ACCELERATOR") != "cpu" else None
-        seen = Seen([*plan.findings, *software.judge_versions(), software.judge_locks(), *_network()])
-        seen.findings += [memory.judge_memory(plan.config), memory.judge_memlock(), memory.judge_shm(start.local_size)]
-        seen.findings.append(hdf5.judge(*_validated(h5py_child.answer(self._deadline), hdf5.Hdf5Facts)))
-        if gpu_child is None:
-            seen.findings.append(gpu.without_gpu(os.environ, start))
-        else:
-            facts, trouble = _validated(gpu_child.answer(self._deadline), gpu.GpuFacts)
-            seen.findings.append(gpu.judge(facts, trouble, signs, os.environ, start))
-        for name, child in [*tiers.items(), *([("", places)] if places else [])]:
-            self._look_at_tier(name, child, seen)
-        return seen
-
-    def _look_at_tier(self, name: str, child: Child, seen: Seen) -> None:
-        facts, trouble = _validated(child.answer(self._deadline), TierFacts)
-        if facts is None:
-            advice = "see whether its file system answers on that node (df, ls); if not, tell the support"
-            finding = Finding(
-                check="tier", verdict="fail", seen=f"its directory {trouble}", advice=advice, subject=name
-            )
-            facts = TierFacts(findings=[finding])
-        seen.findings += [self._as_from_here(finding) for finding in facts.findings]
-        if facts.room is not None:
-            seen.rooms[name] = facts.room
-
-    def _as_from_here(self, finding: Finding) -> Finding:
-        """What a login node lacks the nodes may have."""
-        tier = next((tier for tier in self._plan.tiers if tier.name == finding.subject), None)
-        if finding.verdict != "fail" or tier is None or tier.kind == "shared" or not self._start.is_login:
-            return finding
-        advice = f"look in a job ('srun mlpo doctor'); if it is the same there: {finding.advice}"
-        return finding.model_copy(update={"verdict": "skipped", "advice": advice})
-
-    def _child(self, name: str, *arguments: str) -> Child:
-        child = Child(name, *arguments)
-        self._endings.callback(child.end)
-        return child
 
     def _answer(self, seen: Seen, greeting: Greeting) -> Answer:
         first = self._start.local_rank == 0
@@ -227,7 +155,7 @@ class Examination:
 
     def _merge(self, seen: Seen, answers: list[Answer], silence: tuple[str, str]) -> Report:
         start, plan, nodes = self._start, self._plan, joint.by_node(answers)
-        firsts = [ranks[0] for ranks in nodes.values()]
+        firsts = [answer for answer in answers if answer.versions]
         num_nodes = self._wish.num_nodes or max(len(nodes), start.num_nodes)
         found = [("", finding) for finding in judge_start(start, os.environ, plan.needs_mpi)]
         found += [(answer.host, finding) for answer in answers for finding in answer.findings]
@@ -241,23 +169,6 @@ class Examination:
             found += joint.judge_rooms(list(nodes.values()), plan, state_bytes, num_nodes, start.size)
         hosts = sorted({answer.host for answer in answers})
         return Report(hosts=hosts, num_ranks=len(answers), findings=merge(found))
-
-
-def _validated(answer: tuple[Any, str], model: type[Facts]) -> tuple[Facts | None, str]:
-    told, trouble = answer
-    return (None if told is None else model.model_validate(told)), trouble
-
-
-def _network() -> list[Finding]:
-    """Finding ``network``, where an interface was named."""
-    if INTERFACE not in os.environ:
-        return []
-    name = os.environ[INTERFACE]
-    try:
-        return [Finding(check="network", verdict="ok", seen=f"{name} has the address {address_of(name)}")]
-    except ConfigError as error:
-        advice = f"correct {INTERFACE}: 'ip -br address' shows the interfaces of a node"
-        return [Finding(check="network", verdict="fail", seen=split_advice(str(error))[0], advice=advice)]
 
 
 def _hosts(seen: Seen) -> list[str]:

@@ -71,11 +71,6 @@ class Finding(BaseModel):
             raise ValueError(f"finding {self.check!r} does not say what to do")
         return self
 
-    @property
-    def name(self) -> str:
-        """Of the check and its subject."""
-        return f"{self.check} {self.subject}".rstrip()
-
 
 class Merged(BaseModel):
     """One finding of several nodes."""
@@ -107,7 +102,8 @@ def merge(found: Iterable[tuple[str, Finding]]) -> list[Merged]:
     groups: dict[tuple[Check, str, Verdict, str], dict[str, list[str]]] = {}
     for host, finding in found:
         seen = groups.setdefault((finding.check, finding.subject, finding.verdict, finding.advice), {})
-        seen.setdefault(finding.seen, []).append(host)
+        on = seen.setdefault(finding.seen, [])
+        on += [host] if host not in on else []
     merged = []
     for (check, subject, verdict, advice), seen in groups.items():
         by_count = dict(sorted(seen.items(), key=lambda entry: -len(entry[1])))

@@ -53,7 +53,7 @@ def judge_nodes(answers: Sequence[Answer], start: Start, hosts: Sequence[str], s
         if start.size > 1:
             yield "", Finding(check="nodes", verdict="ok", seen=f"all {start.size} ranks answered")
         return
-    heard = {answer.host for answer in answers}
+    heard = {answer.host.partition(".")[0] for answer in answers}  # Slurm tells short names
     known = len(hosts) == start.size
     silent = {hosts[rank] for rank in missing} if known else set(hosts) - heard
     reason, advice = silence

@@ -108,7 +108,8 @@ def judge(facts: MpiFacts | None, trouble: str, start: Start, needs_mpi: bool) -
         seen, advice = split_advice(facts.mismatch)
         return [Finding(check="mpi", verdict="fail" if matters else "warn", seen=seen, advice=advice or MPIRUN_ADVICE)]
     if not facts.thread_level:
-        return [Finding(check="mpi", verdict="skipped", seen=f"mpi4py loads {facts.library}; nothing to start it for")]
+        why = f"{start.launcher} makes no MPI world" if start.launcher else "there is no launcher to start it with"
+        return [Finding(check="mpi", verdict="skipped", seen=f"mpi4py loads {facts.library}; {why}")]
     seen = f"{facts.library}: one world of {len(facts.hosts)} ranks"
     return [Finding(check="mpi", verdict="ok", seen=seen), _threads(facts)]
 

@@ -31,12 +31,15 @@ class Plan:
         State of a parameter.
     findings : sequence of Finding
         ``configuration``, and what is wrong with the tiers as a whole.
+    path : str, optional
+        Of the file, if one was given.
     """
 
     config: OffloadConfig
     tiers: tuple[Tier, ...]
     item_bytes: int
     findings: tuple[Finding, ...]
+    path: str | None = None
 
     @property
     def needs_mpi(self) -> bool:
@@ -60,7 +63,7 @@ def read_plan(path: str | None) -> Plan:
         finding = Finding(
             check="configuration", verdict="fail", seen=str(error), advice="correct it: training would not start"
         )
-        return Plan(OffloadConfig(), (), FP32_ITEM_BYTES, (finding,))
+        return Plan(OffloadConfig(), (), FP32_ITEM_BYTES, (finding,), path)
     seen = f"{path}: {_describe(config)}" if path else _describe(config)
     found = [Finding(check="configuration", verdict="ok" if path else "skipped", seen=seen, advice=_advice(path))]
     try:
@@ -69,7 +72,7 @@ def read_plan(path: str | None) -> Plan:
         reason, advice = split_advice(str(error))
         tiers = ()
         found.append(Finding(check="tier", verdict="fail", seen=reason, advice=advice))
-    return Plan(config, tiers, item_bytes(config, ds_config), tuple(found))
+    return Plan(config, tiers, item_bytes(config, ds_config), tuple(found), path)
 
 
 def _describe(config: OffloadConfig) -> str:
