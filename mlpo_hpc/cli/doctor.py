@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mlpo_hpc.cli.bench import undone_on_signals
 from mlpo_hpc.errors import MlpoError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def doctor(config: str | None, parameters: float | None, nodes: int | None, time
     """
     from mlpo_hpc.doctor.examine import Examination, Wish
 
-    with ExitStack() as endings:
+    with undone_on_signals(), ExitStack() as endings:
         try:
             report = Examination(Wish(config, parameters, nodes, timeout), endings).run()
         except MlpoError as error:

@@ -101,7 +101,8 @@ class Looks:
             finding = Finding(
                 check="tier", verdict="fail", seen=f"its directory {trouble}", advice=advice, subject=name
             )
-            facts = TierFacts(findings=[finding])
+            seen.findings.append(finding)
+            return
         seen.findings += [self._as_from_here(finding) for finding in facts.findings]
         if facts.room is not None:
             seen.rooms[name] = facts.room

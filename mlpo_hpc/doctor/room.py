@@ -48,7 +48,7 @@ def judge_space(state_bytes: int, rooms: Sequence[Room], budget_bytes: int, num_
     room = room_bytes(rooms, num_nodes)
     have = f"{gigabytes(room)} on tiers, {gigabytes(budget_bytes)} of host memory"
     seen = f"{gigabytes(state_bytes)} of state a node; {have}"
-    advice = "use more nodes, free space, raise 'capacity' or add a tier (docs/performance.md has what each costs)"
+    advice = "use more nodes, free space, raise 'capacity' or add a tier"
     if state_bytes <= budget_bytes:
         return Finding(check="space", verdict="ok", seen=f"{seen}: it fits into memory")
     if state_bytes > room:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 from click.testing import CliRunner
@@ -27,6 +28,7 @@ from mlpo_hpc.doctor.plan import Plan
 from mlpo_hpc.doctor.start import Start, find_start
 from mlpo_hpc.doctor.storage import Room
 from mlpo_hpc.errors import MlpoError, here
+from tests import testbed
 from tests.ranks import ROOT, run_ranks
 
 
@@ -319,6 +321,36 @@ def test_a_rank_that_cannot_tell_the_first_one_says_so_and_leaves_the_exit_code_
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **other}, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
     assert "the first rank was not reached at 127.0.0.1" in done.stderr
+
+
+def test_a_file_system_that_hangs_is_a_finding(tmp_path):
+    """A frozen one: who writes there waits in the kernel, where no signal reaches."""
+    if reason := testbed.missing():
+        pytest.skip(reason)
+    with testbed.capped_disk(tmp_path, "disk", 64 * 2**20) as disk, ExitStack() as thawing:
+        subprocess.run(["fsfreeze", "-f", disk.path], check=True)
+        thawing.callback(subprocess.run, ["fsfreeze", "-u", disk.path], check=True)
+        code, text = run("--config", config(tmp_path, disk.path), "--timeout", "2", "--json")
+        found = json.loads(text)
+    assert (code, verdicts(found)["tier tier0"], verdicts(found)["configuration"]) == (1, "fail", "ok")
+    assert "its directory gave no answer in time" in text
+
+
+def test_a_doctor_that_is_ended_leaves_nothing(tmp_path):
+    """While it waits for a rank of another node, which would look for a folder in the tier."""
+    (tmp_path / "a").mkdir()
+    port = str(first_free_port())
+    first = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "mlpo_hpc", "doctor", "--config", config(tmp_path, tmp_path / "a")]
+    doctor = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **first, **where})
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "a").iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list((tmp_path / "a").iterdir()), "the folder is there"
+    doctor.terminate()
+    assert doctor.wait(30) == 1
+    assert list((tmp_path / "a").iterdir()) == []
 
 
 def test_every_check_is_in_the_docs():
