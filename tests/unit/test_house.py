@@ -19,6 +19,7 @@ FLOORS = [
     {"storage", "tokens"},
     {"state"},
     {"checkpoint"},
+    {"checkpoint"},
     {"engine", "planner"},
     {"cli", "bench", "doctor"},
 ]

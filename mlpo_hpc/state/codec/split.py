@@ -336,3 +336,32 @@ def plain_master(form: SplitForm, record: memoryview) -> torch.Tensor:
     import torch
 
     return torch.frombuffer(record, dtype=torch.float32, count=form.numel, offset=form.master_offset)
+
+
+def tail_exceptions(form: SplitForm, tail: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and bits of the exceptions, from the bytes of a short record from `SplitForm.tail_offset` on."""
+    first = 8 * (1 + len(form.pieces))
+    count = int(tail[:8].view(np.int64)[0])
+    bits_at = first + 8 * form.capacity
+    return tail[first : first + 8 * count].view(np.int64), tail[bits_at : bits_at + 4 * count].view(np.int32)
+
+
+def rebuild(weights: np.ndarray, low: np.ndarray, positions: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """Master weights of a range, without torch.
+
+    Parameters
+    ----------
+    weights, low : np.ndarray
+        Bits of the bf16 weights and the low halves, int16 of shape ``(n,)``.
+    positions, bits : np.ndarray
+        Exceptions, positions counted from the first item of the range; others are left out.
+
+    Returns
+    -------
+    np.ndarray
+        fp32 of shape ``(n,)``.
+    """
+    items: np.ndarray = (weights.astype(np.int32) << 16) + low
+    inside = (positions >= 0) & (positions < len(items))
+    items[positions[inside]] = bits[inside]
+    return items.view(np.float32)

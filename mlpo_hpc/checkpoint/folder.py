@@ -1,0 +1,214 @@
+"""The folder of a checkpoint: names in it, files that last, the commit, and which checkpoints there are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from mlpo_hpc.checkpoint.manifest import FORMAT, LATEST, MANIFEST, VERSION, Entry, FileEntry, Manifest, Shard
+from mlpo_hpc.errors import ConfigError, CorruptState, here, storage_error
+
+MAX_MANIFEST_BYTES = 2**30
+
+
+def shard_name(rank: int) -> str:
+    """Of the file with a rank's `Shard`."""
+    return f"shard-{rank:05d}.json"
+
+
+def state_name(rank: int) -> str:
+    """Of the file with a rank's chunks."""
+    return f"state-{rank:05d}.bin"
+
+
+def tensors_name(rank: int) -> str:
+    """Of the file with a rank's small tensors."""
+    return f"tensors-{rank:05d}.safetensors"
+
+
+def open_file(path: Path) -> int:
+    """Open a file of a checkpoint for reading: a regular one, not where a symbolic link points to.
+
+    Raises
+    ------
+    CorruptState
+        If it is missing or something else.
+    StorageError
+        If it cannot be opened.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError as error:
+        raise CorruptState(f"a file of the checkpoint is missing: {here(path)}") from error
+    except OSError as error:
+        raise storage_error("opening a file of the checkpoint", str(path), error) from error
+    return fd
+
+
+def read_whole(path: Path, limit_bytes: int = MAX_MANIFEST_BYTES) -> bytes:
+    """All bytes of a small file of a checkpoint."""
+    with os.fdopen(open_file(path), "rb") as file:
+        data = file.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise CorruptState(f"larger than {limit_bytes} bytes, which no such file is: {here(path)}")
+    return data
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file of this user alone, and wait until it is on the device.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be; `TierFull` if there is no room.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise storage_error("writing a file of the checkpoint", str(path), error) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Let names in a folder last."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise storage_error("syncing the folder of the checkpoint", str(folder), error) from error
+
+
+def replace_whole(path: Path, data: bytes) -> None:
+    """A file appears with this content, or stays what it was."""
+    unfinished = path.with_name(f"{path.name}.partial")
+    write_whole(unfinished, data)
+    try:
+        os.rename(unfinished, path)
+    except OSError as error:
+        raise storage_error("naming a file of the checkpoint", str(path), error) from error
+    sync_folder(path.parent)
+
+
+def encode(entry: Entry) -> bytes:
+    """An entry as a file."""
+    return json.dumps(entry.model_dump(mode="json"), allow_nan=True).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a committed checkpoint.
+
+    Raises
+    ------
+    CorruptState
+        If there is none that can be understood.
+    ConfigError
+        If a newer version of this library wrote it.
+    """
+    path = folder / MANIFEST
+    data = read_whole(path)
+    try:
+        head = json.loads(data)
+        if isinstance(head, dict) and head.get("format") == FORMAT and head.get("version") != VERSION:
+            raise ConfigError(
+                f"version {head.get('version')} of the checkpoint format, this library knows {VERSION}: "
+                f"install a newer mlpo_hpc, on {here(path)}"
+            )
+        return Manifest.model_validate_json(data)
+    except (ValueError, ValidationError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise CorruptState(f"the manifest is damaged ({_first_line(error)}): {here(path)}") from error
+
+
+def read_shard(folder: Path, manifest: Manifest, rank: int) -> Shard:
+    """The shard of a rank.
+
+    Raises
+    ------
+    CorruptState
+        If it is not what the manifest says.
+    """
+    entry = manifest.shards[rank]
+    data = checked(folder, entry)
+    try:
+        return Shard.model_validate_json(data)
+    except ValidationError as error:
+        raise CorruptState(f"a shard is damaged ({_first_line(error)}): {here(folder / entry.file)}") from error
+
+
+def checked(folder: Path, entry: FileEntry) -> bytes:
+    """A small file, whose size and checksum are those that were noted.
+
+    Raises
+    ------
+    CorruptState
+        If they are not.
+    """
+    import xxhash
+
+    path = folder / entry.file
+    data = read_whole(path)
+    found = xxhash.xxh3_64_hexdigest(data)
+    if len(data) != entry.nbytes or found != entry.checksum:
+        raise CorruptState(
+            f"not what was saved: {len(data)} bytes with checksum {found} instead of {entry.nbytes} with "
+            f"{entry.checksum}: {here(path)}"
+        )
+    return data
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder holds a committed checkpoint of this format."""
+    return (folder / MANIFEST).is_file()
+
+
+def is_deepspeeds(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint that DeepSpeed itself wrote."""
+    return any(folder.glob("*_model_states.pt"))
+
+
+def committed(directory: Path) -> Iterator[tuple[str, Manifest]]:
+    """Checkpoints in a directory that can be understood, the newest first."""
+    found = []
+    for folder in directory.iterdir() if directory.is_dir() else ():
+        if is_ours(folder):
+            try:
+                found.append((folder.name, read_manifest(folder)))
+            except (CorruptState, ConfigError):
+                continue  # `read_manifest` of the one that is asked for says what is wrong with it
+    yield from sorted(found, key=lambda each: (each[1].step, each[1].created), reverse=True)
+
+
+def find_tag(directory: Path, tag: str | None) -> str | None:
+    """The checkpoint to load: what was asked for, else what ``latest`` names, else the newest one.
+
+    ``latest`` is only a hint: it may be torn, or name what was never committed.
+    """
+    if tag is not None:
+        return tag
+    named = _latest(directory)
+    if named is not None and (is_ours(directory / named) or is_deepspeeds(directory / named)):
+        return named
+    return next((name for name, _ in committed(directory)), named)
+
+
+def _latest(directory: Path) -> str | None:
+    hint = directory / LATEST
+    if not hint.is_file():
+        return None
+    named = hint.read_bytes()[:4096].decode(errors="replace").strip()
+    return named if named and Path(named).name == named else None
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).splitlines()[:3])

@@ -1,0 +1,143 @@
+"""What a checkpoint consists of: one manifest, whose appearance is the commit, and the shard of each rank.
+
+::
+
+    DIR/latest                   the newest tag, a hint only
+    DIR/TAG/manifest.json        `Manifest`: it appears by one rename when all else is on the device
+    DIR/TAG/shard-00003.json     `Shard` of rank 3: which bytes are what
+    DIR/TAG/state-00003.bin      its chunks
+    DIR/TAG/tensors-00003.safetensors   what is small: frozen partitions, random generators, tensors of the client
+
+All numbers are decimal, sizes in bytes, checksums 64-bit xxh3 in hexadecimal. Nothing in it is code: it is read
+without unpickling anything.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+FORMAT = "mlpo_hpc checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+LATEST = "latest"
+
+
+def _plain_name(name: str) -> str:
+    """A file of this very folder: no way out of it."""
+    if PurePosixPath(name).name != name or name in {"", ".", ".."}:
+        raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
+    return name
+
+
+def _checksum(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{16}", text):
+        raise ValueError(f"{text!r} is no checksum")
+    return text
+
+
+FileName = Annotated[str, AfterValidator(_plain_name)]
+Checksum = Annotated[str, AfterValidator(_checksum)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Entry(BaseModel):
+    """A part of a manifest; unknown keys are an error: they would mean something that we do not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Chunk(Entry):
+    """Bytes in a file of the checkpoint."""
+
+    file: FileName
+    offset: Count
+    nbytes: Count
+    checksum: Checksum
+
+
+class RecordEntry(Entry):
+    """The state of one subgroup of a rank, and its 16-bit weights."""
+
+    numel: Count
+    vectors: tuple[str, ...]
+    """Its state vectors in their order; the master weights come after them with codec ``split``, else before."""
+    pieces: tuple[int, ...]
+    """Items of each parameter in it, padding included."""
+    split: bool
+    """Whether the record is made up for codec ``split``, short or plain; else it is ``fp32``."""
+    nbytes: Count
+    """By which a short record is told from a plain one."""
+    chunks: tuple[Chunk, ...]
+    """Its bytes, in order."""
+    weights: tuple[Chunk, ...]
+    """The 16-bit weights, in order."""
+    scalars: dict[str, float] | None
+    """State that is not a vector; None: the optimizer has not made its state yet."""
+
+
+class PieceEntry(Entry):
+    """The part of a parameter that a rank keeps; see `storage.contents.Piece`."""
+
+    name: str
+    shape: tuple[Count, ...]
+    first: Count
+    numel: Count
+    subgroup: Count
+    begin: Count
+
+
+class FileEntry(Entry):
+    """A whole file."""
+
+    file: FileName
+    nbytes: Count
+    checksum: Checksum
+
+
+class Shard(Entry):
+    """What one rank saved."""
+
+    rank: Count
+    records: tuple[RecordEntry, ...]
+    pieces: tuple[PieceEntry, ...]
+    tensors: FileEntry
+    """Its small tensors: ``frozen/NAME`` partitions, ``rng/...``, on rank 0 ``buffer/NAME`` and ``client/NUMBER``."""
+    rng: dict[str, Any]
+    """State of random generators that is no tensor."""
+
+
+class FrozenEntry(Entry):
+    """A parameter that is not trained: each rank has a partition of it, of equal size."""
+
+    name: str
+    shape: tuple[Count, ...]
+
+
+class Manifest(Entry):
+    """The whole."""
+
+    format: Literal["mlpo_hpc checkpoint"]
+    version: Literal[1]
+    tag: str
+    step: Count
+    """Optimizer steps that were applied."""
+    flipped: bool
+    """Whether the next step goes through the subgroups backwards."""
+    world_size: Count
+    weight_type: Literal["bfloat16", "float16", "float32"]
+    frozen: tuple[FrozenEntry, ...]
+    shards: tuple[FileEntry, ...]
+    """By rank."""
+    training: dict[str, Any]
+    """Counters, loss scaler, parameter groups, learning rate scheduler: plain values."""
+    client: Any
+    """``client_state``; a tensor in it is ``{"tensor": NUMBER}``."""
+    config: dict[str, Any]
+    """DeepSpeed's configuration of the run that saved it, for people."""
+    versions: dict[str, str]
+    created: str
+    """ISO 8601."""
