@@ -180,6 +180,14 @@ class Tokens(Section):
     """A tier without any progress for this long ends the job."""
 
 
+class Checkpoint(Section):
+    """What `save_checkpoint` writes."""
+
+    format: Literal["mlpo_hpc", "deepspeed"] = "mlpo_hpc"
+    """``mlpo_hpc``: our own, committed at once and loaded on any number of ranks; ``deepspeed``: that of stock ZeRO-3,
+    to go back to it. Both are loaded, whichever is set."""
+
+
 class Telemetry(Section):
     """What a run writes about itself."""
 
@@ -226,6 +234,7 @@ class OffloadConfig(Section):
     prefetch: int | Literal["auto"] = "auto"
     """How many subgroups are read ahead at most; ``auto``: as many as memory holds."""
     tokens: Tokens = Tokens()
+    checkpoint: Checkpoint = Checkpoint()
     telemetry: Telemetry = Telemetry()
     chunk_bytes: ByteSize = ByteSize(64 * 2**20)
     """Largest unit of I/O. Small subgroups use smaller chunks, so that all tiers share one."""

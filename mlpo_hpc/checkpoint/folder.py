@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,21 +14,8 @@ from mlpo_hpc.checkpoint.manifest import FORMAT, LATEST, MANIFEST, VERSION, Entr
 from mlpo_hpc.errors import ConfigError, CorruptState, here, storage_error
 
 MAX_MANIFEST_BYTES = 2**30
-
-
-def shard_name(rank: int) -> str:
-    """Of the file with a rank's `Shard`."""
-    return f"shard-{rank:05d}.json"
-
-
-def state_name(rank: int) -> str:
-    """Of the file with a rank's chunks."""
-    return f"state-{rank:05d}.bin"
-
-
-def tensors_name(rank: int) -> str:
-    """Of the file with a rank's small tensors."""
-    return f"tensors-{rank:05d}.safetensors"
+BLOCK_BYTES = 2**22
+OURS = re.compile(r"(state|tensors|shard)-\d{5,}-[0-9a-f]{8}\.(bin|safetensors|json)|manifest\.json\.partial")
 
 
 def open_file(path: Path) -> int:
@@ -74,6 +62,17 @@ def write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise storage_error("writing a file of the checkpoint", str(path), error) from error
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on the device."""
+    fd = open_file(path)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise storage_error("syncing a file of the checkpoint", str(path), error) from error
+    finally:
+        os.close(fd)
 
 
 def sync_folder(folder: Path) -> None:
@@ -165,6 +164,40 @@ def checked(folder: Path, entry: FileEntry) -> bytes:
             f"{entry.checksum}: {here(path)}"
         )
     return data
+
+
+def file_checksum(path: Path) -> str:
+    """Of a file of any size."""
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    try:
+        with os.fdopen(open_file(path), "rb") as file:
+            while piece := file.read(BLOCK_BYTES):
+                digest.update(piece)
+    except OSError as error:
+        raise storage_error("reading a file of the checkpoint", str(path), error) from error
+    return digest.hexdigest()
+
+
+def check_file(folder: Path, entry: FileEntry) -> None:
+    """Raise `CorruptState` if a file is not what was noted."""
+    path = folder / entry.file
+    found = file_checksum(path)
+    if found != entry.checksum:
+        raise CorruptState(f"not what was saved: checksum {found} instead of {entry.checksum}: {here(path)}")
+
+
+def remove_unused(folder: Path, manifest: Manifest) -> None:
+    """Take away what attempts that came to nothing, or a checkpoint of the same name, left in a folder."""
+    used = {MANIFEST}
+    for rank in range(manifest.world_size):
+        shard = read_shard(folder, manifest, rank)
+        used |= {manifest.shards[rank].file, shard.tensors.file}
+        used |= {chunk.file for record in shard.records for chunk in (*record.chunks, *record.weights)}
+    for path in folder.iterdir():
+        if OURS.fullmatch(path.name) and path.name not in used:
+            path.unlink(missing_ok=True)
 
 
 def is_ours(folder: Path) -> bool:

@@ -4,10 +4,11 @@
 
     DIR/latest                   the newest tag, a hint only
     DIR/TAG/manifest.json        `Manifest`: it appears by one rename when all else is on the device
-    DIR/TAG/shard-00003.json     `Shard` of rank 3: which bytes are what
-    DIR/TAG/state-00003.bin      its chunks
-    DIR/TAG/tensors-00003.safetensors   what is small: frozen partitions, random generators, tensors of the client
+    DIR/TAG/shard-00003-5f0c21aa.json   `Shard` of rank 3: which bytes are what
+    DIR/TAG/state-00003-5f0c21aa.bin    its chunks
+    DIR/TAG/tensors-00003-5f0c21aa.safetensors   what is small: frozen partitions, random generators, ...
 
+The second number is one of the attempt: saving under the same tag again leaves the old files alone until its commit.
 All numbers are decimal, sizes in bytes, checksums 64-bit xxh3 in hexadecimal. Nothing in it is code: it is read
 without unpickling anything.
 """
@@ -20,8 +21,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-FORMAT = "mlpo_hpc checkpoint"
-VERSION = 1
+FORMAT: Literal["mlpo_hpc checkpoint"] = "mlpo_hpc checkpoint"
+VERSION: Literal[1] = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 
@@ -42,6 +43,9 @@ def _checksum(text: str) -> str:
 FileName = Annotated[str, AfterValidator(_plain_name)]
 Checksum = Annotated[str, AfterValidator(_checksum)]
 Count = Annotated[int, Field(ge=0)]
+
+
+WeightType = Literal["bfloat16", "float16", "float32"]
 
 
 class Entry(BaseModel):
@@ -120,15 +124,15 @@ class FrozenEntry(Entry):
 class Manifest(Entry):
     """The whole."""
 
-    format: Literal["mlpo_hpc checkpoint"]
-    version: Literal[1]
+    format: Literal["mlpo_hpc checkpoint"] = FORMAT
+    version: Literal[1] = VERSION
     tag: str
     step: Count
     """Optimizer steps that were applied."""
     flipped: bool
     """Whether the next step goes through the subgroups backwards."""
     world_size: Count
-    weight_type: Literal["bfloat16", "float16", "float32"]
+    weight_type: WeightType
     frozen: tuple[FrozenEntry, ...]
     shards: tuple[FileEntry, ...]
     """By rank."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlpo_hpc.engine.update import BoundState
+from mlpo_hpc.engine.update import MASTER, BoundState
 from mlpo_hpc.state.codec.fp32 import stride_items
 from mlpo_hpc.storage.contents import Contents, Piece, RecordForm
-
-MASTER = "fp32"
-"""The master weights, as DeepSpeed's checkpoints call them."""
 
 
 def describe_contents(state: BoundState, groups: Sequence[Sequence[Any]], names: Mapping[Any, str]) -> Contents:

@@ -105,6 +105,7 @@ def _initialize(
             "replaces its ZeRO-3 optimizer too"
         )
     _map_checkpoints(result[0])
+    _own_checkpoints(result[0])
     _tell_monitor(result[0])
     return result
 
@@ -285,6 +286,14 @@ def _figures(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         for name, value in figures.items():
             if isinstance(value, int | float):
                 yield f"{tier}_{name}", value
+
+
+def _own_checkpoints(engine: Any) -> None:
+    """Save and load in our own format; a mixture of experts has parts in files of DeepSpeed's alone."""
+    from mlpo_hpc.engine.checkpointing import Checkpointing
+
+    if not engine.has_moe_layers:
+        Checkpointing(engine)
 
 
 def _map_checkpoints(engine: Any) -> None:

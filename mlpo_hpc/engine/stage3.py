@@ -26,6 +26,7 @@ from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.engine.contents import describe_contents
 from mlpo_hpc.engine.gradients import Gradients
 from mlpo_hpc.engine.native_checkpoint import NativeCheckpoint
+from mlpo_hpc.engine.own_checkpoint import OwnCheckpoint
 from mlpo_hpc.engine.records import Opened, Part, Records, wants_split
 from mlpo_hpc.engine.state_file import StateFile
 from mlpo_hpc.engine.translate import Translation
@@ -45,7 +46,7 @@ STOCK_CLASS = DeepSpeedZeroOptimizer_Stage3
 """DeepSpeed's own, whatever stands in its place later."""
 
 
-class OffloadStage3(Gradients, StateFile, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
+class OffloadStage3(Gradients, StateFile, OwnCheckpoint, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     """ZeRO-3 whose fp32 weights and optimizer state live on several tiers at once.
 
     Built by `deepspeed.initialize` under `mlpo_hpc.offload`; takes what its base takes.

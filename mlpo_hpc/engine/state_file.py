@@ -14,7 +14,7 @@ import torch
 
 from mlpo_hpc.cluster.node import Node, mpi_obstacle, start_mpi
 from mlpo_hpc.cluster.verdict import gather, raise_together, together
-from mlpo_hpc.engine.contents import MASTER
+from mlpo_hpc.engine.update import MASTER
 from mlpo_hpc.errors import ConfigError, MpiMismatch, here, storage_error
 from mlpo_hpc.storage.bulk import Box, OffsetFile, Parameter, SlabFile, boxes, create
 from mlpo_hpc.storage.contents import Contents, Piece

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,10 @@ from mlpo_hpc.engine.records import Opened, Records
 from mlpo_hpc.errors import UnsupportedError
 
 PROBE_NUMEL = 8
+MASTER = "fp32"
+"""The master weights, as DeepSpeed's checkpoints call them."""
+
+Fetch = Callable[[str | None, slice], torch.Tensor]
 
 # Optimizers whose kernel computes an item in the same way wherever it lies among aligned parts.
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
@@ -187,8 +191,33 @@ class BoundState:
         if values is not None:
             self._scalars[subgroup] = values
 
-    def set_scalars(self, subgroup: int, values: Mapping[str, float]) -> None:
-        """Set state that is not a vector, each value in the form that this optimizer keeps."""
+    def load(self, subgroup: int, opened: Opened, fetch: Fetch, with_state: bool) -> None:
+        """Fill a record, and the 16-bit weights, from a checkpoint that is asked for each part.
+
+        Parameters
+        ----------
+        subgroup : int
+            Whose.
+        opened : Opened
+            Its record.
+        fetch : callable
+            ``(vector, part) -> values``; None for the vector: the 16-bit weights.
+        with_state : bool
+            Whether it has the state vectors too; else those stay as they are.
+        """
+        for part in opened.parts:
+            master, *rest = opened.vectors(part)
+            master.copy_(fetch(MASTER, part))
+            for key, slot in zip(self.specs[subgroup].vectors, rest, strict=True) if with_state else ():
+                slot.copy_(fetch(key, part))
+            opened.weights[part].copy_(fetch(None, part))
+            opened.encode(part)
+
+    def set_scalars(self, subgroup: int, values: Mapping[str, float] | None) -> None:
+        """Set state that is not a vector, each value in the form that this optimizer keeps; None: as at the start."""
+        if values is None:
+            self._scalars[subgroup] = _initial_scalars(self.specs[subgroup])
+            return
         examples = self.specs[subgroup].scalars
         self._scalars[subgroup] = {key: _like(examples.get(key), value) for key, value in values.items()}
 

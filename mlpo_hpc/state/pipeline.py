@@ -109,8 +109,9 @@ class Pipeline:
             self._read_ahead()
 
     def create(self, subgroup: int) -> memoryview:
-        """Memory for a subgroup that has no state yet; hand it back with `put`."""
+        """Memory, all zero, for a subgroup without state or whose state is not wanted; hand it back with `put`."""
         with self._watch:
+            self._clear(subgroup)
             record = self.table[subgroup]
             self._take(subgroup, record.nbytes)
             self._position += 1
@@ -136,6 +137,16 @@ class Pipeline:
                 self._position += 1
                 self._read_ahead()
             return resident.buffer.view(self.table[subgroup].nbytes)
+
+    def _clear(self, subgroup: int) -> None:
+        """Free what memory has of a subgroup, without a look at it."""
+        while (resident := self._residents.get(subgroup)) is not None and resident.in_flight:
+            self._watch.raise_failure()
+            self._watch.wait(self.table[subgroup].label)
+        if resident is not None:
+            cuts = self.table.cuts(subgroup)
+            self.pool.give(sum(cuts[index].stop - cuts[index].start for index in resident.present))
+            del self._residents[subgroup]
 
     def resize(self, subgroup: int, nbytes: int) -> memoryview:
         """Change the size of a subgroup's state while it is in use; what both sizes have in common stays."""

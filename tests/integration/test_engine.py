@@ -100,9 +100,15 @@ def test_the_debug_api_reads_and_sets_through_the_cache(num_ranks, tmp_path, dir
         }
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), [(1, "bf16"), WHOLE(2, "bf16"), (2, "fp16")])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(num_ranks, dtype, tmp_path, dirs):
-    for found in run("resume", num_ranks, tmp_path, dirs=dirs, dtype=dtype, checkpoint=str(tmp_path / "ckpt")):
+DEEPSPEEDS = {"checkpoint": {"format": "deepspeed"}}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "section"), [(1, "bf16", {}), (2, "fp16", {}), WHOLE(2, "bf16", {}), (2, "fp16", DEEPSPEEDS)]
+)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(num_ranks, dtype, section, tmp_path, dirs):
+    args = {"dirs": dirs, "dtype": dtype, "section": section, "checkpoint": str(tmp_path / "ckpt")}
+    for found in run("resume", num_ranks, tmp_path, **args):
         assert found["equal"]
         assert found["unharmed"], "saving changes nothing"
         assert found["where"] == 4
@@ -110,7 +116,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(num_ranks, dtype
 
 
 def test_checkpoints_go_to_and_come_from_stock_deepspeed(tmp_path, dirs):
-    found = run("stock_reads_ours", 1, tmp_path, dirs=dirs, checkpoint=str(tmp_path / "ckpt"))
+    args = {"dirs": dirs, "section": DEEPSPEEDS, "checkpoint": str(tmp_path / "ckpt")}
+    found = run("stock_reads_ours", 1, tmp_path, **args)
     assert found == [{"to_stock": True, "from_stock": True}]
 
 
@@ -120,8 +127,37 @@ def test_host_memory_alone_saves_and_resumes(tmp_path):
 
 
 def test_a_checkpoint_of_another_cut_is_refused_with_the_value_to_set(tmp_path, dirs):
-    found = run("other_cut", 1, tmp_path, dirs=dirs, host_memory=420_000, checkpoint=str(tmp_path / "ckpt"))
+    args = {"dirs": dirs, "section": DEEPSPEEDS, "host_memory": 420_000, "checkpoint": str(tmp_path / "ckpt")}
+    found = run("other_cut", 1, tmp_path, **args)
     assert "sub_group_size" in found[0]["error"]
+
+
+def test_a_run_goes_on_with_other_ranks_tiers_subgroups_and_codec(tmp_path, dirs):
+    """State, weights, frozen parameters, buffers and what the client gave: bit for bit."""
+    folder = tmp_path / "ckpt"
+    saved = run("elsewhere", 2, tmp_path, dirs=dirs, saves=True, checkpoint=str(folder))
+    assert "client_state['x']['bad'] is a builtins.set" in saved[0]["refused"][0]
+    assert "of another model" in saved[0]["refused"][1]
+    assert saved[0]["unharmed"]
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "three"]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in [*(folder / "three").iterdir(), folder / "three"])
+    others = [
+        (1, {"dirs": dirs[:1], "sub_group_size": 9000, "host_memory": 10**6}),
+        (3, {"dirs": dirs, "section": {"state_format": "fp32"}}),
+        (4, {"dirs": [], "host_memory": 10**7}),
+    ]
+    for num_ranks, changes in others:
+        for found in run("elsewhere", num_ranks, tmp_path, saves=False, checkpoint=str(folder), **changes):
+            assert found["there"] == saved[0]["there"]
+
+
+def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path, dirs):
+    found = run("killed_save", 2, tmp_path, dirs=dirs, checkpoint=str(tmp_path / "ckpt"))
+    for rank in found:
+        assert "ENOSPC" in rank["error"]
+        assert rank["back"] == rank["wanted"]
+    names = sorted(path.name for path in (tmp_path / "ckpt" / "one").iterdir())
+    assert len(names) == 7, "the manifest, three files a rank, and nothing of what failed"
 
 
 # Which layers take part, by step and micro-step.

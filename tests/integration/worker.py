@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import socket
 import sys
@@ -14,6 +15,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -242,6 +244,98 @@ def resume(args: Args) -> Args:
         "unharmed": unharmed,
         "where": state["where"],
     }
+
+
+class WithFrozen(torch.nn.Module):
+    """Layers of which one is not trained, and a buffer."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(layers)])
+        self.layers[1].requires_grad_(False)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+def elsewhere(args: Args) -> Args:
+    """Save; or load what others saved."""
+
+    def make(seed: int, layers: int = 6) -> Any:
+        torch.manual_seed(seed)
+        net = WithFrozen(layers)
+        changes = {"zero_optimization": config(args)["zero_optimization"]}
+        changes["zero_optimization"]["sub_group_size"] = args.get("sub_group_size", 2500)
+        trained = [param for param in net.parameters() if param.requires_grad]
+        return mlpo_hpc.initialize(model=net, model_parameters=trained, config=config(args, **changes))[0]
+
+    def look(engine: Any) -> list[Any]:
+        params = list(engine.module.parameters())
+        sums = [param_sum(param) for param in params]
+        for param in params:
+            if param.requires_grad:
+                values = [safe_get_full_fp32_param(param)]
+                values += [safe_get_full_optimizer_state(param, key) for key in ("exp_avg", "exp_avg_sq")]
+                sums += [value.view(torch.int32).to(torch.int64).sum().item() for value in values]
+        return [sums, engine.module.scale.tolist(), engine.global_steps]
+
+    engine = make(1 if args["saves"] else 2)
+    train(engine, 3 if args["saves"] else 1)
+    found: Args = {}
+    if args["saves"]:
+        engine.module.scale.fill_(5.0)
+        client = {"where": (3, None), 7: torch.arange(4)}
+        engine.save_checkpoint(args["checkpoint"], tag="three", client_state=client)
+        found["refused"], found["there"] = [], look(engine)
+        other = make(1, layers=4)
+        for call in (
+            lambda: engine.save_checkpoint(args["checkpoint"], client_state={"x": {"bad": {1, 2}}}),
+            lambda: other.load_checkpoint(args["checkpoint"]),
+        ):
+            try:
+                call()
+            except mlpo_hpc.MlpoError as error:
+                found["refused"].append(str(error))
+        other.destroy()
+        found["unharmed"] = look(engine) == found["there"]
+    else:
+        path, client = engine.load_checkpoint(args["checkpoint"])
+        assert Path(path) == Path(args["checkpoint"]) / "three"
+        assert client["where"] == (3, None)
+        assert client[7].tolist() == [0, 1, 2, 3]
+        found["there"] = look(engine)
+    before = train(engine, 1, first=9)
+    assert all(math.isfinite(loss) for loss in before)
+    engine.destroy()
+    return found
+
+
+def killed_save(args: Args) -> Args:
+    """The device is full while one rank saves: all raise, and the checkpoint before it is as it was."""
+    engine = start(args)
+    train(engine, 2)
+    engine.save_checkpoint(args["checkpoint"], tag="one")
+    wanted = fingerprint(engine)
+    train(engine, 1, first=2)
+    real = os.pwrite
+
+    def full(fd: int, data: Any, offset: int) -> int:
+        if offset > 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, offset)
+
+    error = ""
+    try:
+        with patch("mlpo_hpc.checkpoint.write.os.pwrite", full if torch.distributed.get_rank() == 1 else real):
+            engine.save_checkpoint(args["checkpoint"], tag="one")
+    except mlpo_hpc.MlpoError as failure:
+        error = str(failure)
+    engine.load_checkpoint(args["checkpoint"])
+    back = fingerprint(engine)
+    engine.destroy()
+    return {"error": error, "wanted": wanted, "back": back}
 
 
 def whole_state(args: Args) -> Args:

@@ -19,7 +19,6 @@ FLOORS = [
     {"storage", "tokens"},
     {"state"},
     {"checkpoint"},
-    {"checkpoint"},
     {"engine", "planner"},
     {"cli", "bench", "doctor"},
 ]

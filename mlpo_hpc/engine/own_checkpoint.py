@@ -1,0 +1,182 @@
+"""Records into the shard of a checkpoint, and from a checkpoint of any number of ranks into records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mlpo_hpc.checkpoint.manifest import PieceEntry, RecordEntry
+from mlpo_hpc.checkpoint.read import Reader
+from mlpo_hpc.checkpoint.write import ShardWriter
+from mlpo_hpc.engine.update import MASTER
+from mlpo_hpc.errors import ConfigError, here
+from mlpo_hpc.storage.contents import Contents, Piece
+
+if TYPE_CHECKING:
+    from mlpo_hpc.engine.records import Opened
+    from mlpo_hpc.engine.update import BoundState
+    from mlpo_hpc.state.store import Store
+
+PLAIN_TYPES = (bool, int, float, str, type(None))
+
+
+class OwnCheckpoint:
+    """The part of `OffloadStage3` that saves and loads state in our own format; nothing in it is collective."""
+
+    _store: Store
+    _state: BoundState
+    _contents: Contents
+    _next_order: Callable[[], list[int]]
+    _flipped: bool
+    _steps: int
+    optimizer: torch.optim.Optimizer
+    loss_scaler: Any
+
+    # ---- saving -----------------------------------------------------------------------------
+
+    def save_records(self, writer: ShardWriter) -> tuple[list[RecordEntry], list[PieceEntry]]:
+        """Write all records and the 16-bit weights of this rank; what says where they are."""
+        entries: dict[int, RecordEntry] = {}
+        for subgroup in self._next_order():  # what the next step begins with is in host memory
+            pipeline = self._store.pipeline
+            opened = self._state.records.open(subgroup, pipeline.get(subgroup), pipeline.resize)
+            try:
+                entries[subgroup] = self._save(subgroup, opened, writer)
+            finally:
+                pipeline.put(subgroup, opened.altered)
+        pieces = [PieceEntry(**vars(piece)) for piece in self._contents.pieces]
+        return [entries[subgroup] for subgroup in range(len(entries))], pieces
+
+    def _save(self, subgroup: int, opened: Opened, writer: ShardWriter) -> RecordEntry:
+        for part in opened.parts if opened.changed else ():
+            opened.vectors(part)
+            opened.encode(part)
+        opened.close(changed=bool(opened.changed))
+        form, spec = self._state.records.form(subgroup), self._state.specs[subgroup]
+        weights = opened.weights.cpu().contiguous().view(torch.uint8).numpy()
+        scalars = self._state.scalars(subgroup)
+        return RecordEntry(
+            numel=self._state.numels[subgroup],
+            vectors=spec.vectors,
+            pieces=form.pieces if form is not None else (),
+            split=form is not None,
+            nbytes=len(opened.record),
+            chunks=writer.add(opened.record),
+            weights=writer.add(weights.data),
+            scalars=None if scalars is None else {key: float(value) for key, value in scalars.items()},
+        )
+
+    def describe_training(self) -> dict[str, Any]:
+        """Loss scaler, parameter groups and what the next step begins with: plain values."""
+        scaler = {key: value for key, value in vars(self.loss_scaler).items() if isinstance(value, PLAIN_TYPES)}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+        return {"loss_scaler": scaler, "param_groups": groups, "flipped": self._flipped, "steps": self._steps}
+
+    # ---- loading ----------------------------------------------------------------------------
+
+    def check_records(self, reader: Reader, with_state: bool) -> None:
+        """Whether a checkpoint is of this model and optimizer, before anything is changed.
+
+        Raises
+        ------
+        ConfigError
+            If it is not, naming parameters.
+        """
+        mine = {piece.name: piece.shape for piece in self._contents.pieces}
+        there = {name: reader.shape(name) for name in reader.parameters}
+        if mine != there:
+            only = [sorted(set(a.items()) - set(b.items())) for a, b in ((mine, there), (there, mine))]
+            raise ConfigError(
+                f"{here(reader.folder)} is of another model: in this run only, or of another shape: {_some(only[0])}; "
+                f"in the checkpoint: {_some(only[1])}"
+            )
+        for piece in self._contents.pieces if with_state else ():
+            wanted, found = self._state.specs[piece.subgroup].vectors, reader.vectors(piece.name)
+            if set(wanted) != set(found):
+                raise ConfigError(
+                    f"{here(reader.folder)} is of another optimizer: it keeps {list(found)} for {piece.name}, this one "
+                    f"{list(wanted)}. Load with load_optimizer_states=False to take the weights alone"
+                )
+
+    def load_records(self, reader: Reader, with_state: bool, weights_only: bool) -> None:
+        """Fill all records and the 16-bit weights of this rank, the first ones of the next step last."""
+        pipeline = self._store.pipeline
+        fill = list(reversed(self._next_order()))
+        pipeline.plan(fill)
+        for subgroup in fill:
+            record = pipeline.create(subgroup) if with_state else pipeline.get(subgroup)
+            opened = self._state.records.open(subgroup, record, pipeline.resize, new=with_state)
+            try:
+                source = _Source(reader, self._contents, subgroup, opened.weights.dtype, weights_only)
+                self._state.load(subgroup, opened, source.fetch, with_state)
+            finally:
+                opened.close()
+                pipeline.put(subgroup)
+            if with_state:
+                self._state.set_scalars(subgroup, source.scalars())
+            self._unflatten_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
+
+    def load_training(self, values: Mapping[str, Any]) -> None:
+        """Set what `describe_training` told."""
+        vars(self.loss_scaler).update(values["loss_scaler"])
+        for group, kept in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
+            group.update(kept)
+        self._flipped, self._steps = values["flipped"], values["steps"]
+
+    def share_persistent_parameters(self) -> None:
+        """Collective over the data-parallel group. Small parameters that every rank holds whole."""
+        persistent = self.persistent_parameters  # type: ignore[attr-defined]
+        if persistent:
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
+
+
+class _Source:
+    """What a checkpoint has for one of our subgroups."""
+
+    def __init__(
+        self, reader: Reader, contents: Contents, subgroup: int, weight_type: torch.dtype, weights_only: bool
+    ) -> None:
+        self._reader = reader
+        self._pieces: list[Piece] = [piece for piece in contents.pieces if piece.subgroup == subgroup]
+        self._weight_type = weight_type
+        self._weights_only = weights_only
+        self._same_type = str(weight_type).removeprefix("torch.") == reader.manifest.weight_type
+
+    def scalars(self) -> dict[str, float] | None:
+        """State that is not a vector."""
+        return self._reader.scalars(self._pieces[0].name)
+
+    def fetch(self, vector: str | None, part: slice) -> torch.Tensor:
+        """Items of a part; padding is zero."""
+        as_weights = (vector is None and self._same_type) or self._weights_only
+        result = torch.zeros(part.stop - part.start, dtype=self._weights if as_weights else torch.float32)
+        for piece in self._pieces:
+            begin, end = max(part.start, piece.begin), min(part.stop, piece.begin + piece.numel)
+            if begin < end:
+                first = piece.first + begin - piece.begin
+                values = self._read(piece.name, vector, as_weights, first, end - begin)
+                result[begin - part.start : end - part.start] = values
+        return result
+
+    @property
+    def _weights(self) -> torch.dtype:
+        kind: torch.dtype = getattr(torch, self._reader.manifest.weight_type)
+        return kind
+
+    def _read(self, name: str, vector: str | None, as_weights: bool, first: int, numel: int) -> torch.Tensor:
+        if as_weights:
+            return torch.from_numpy(np.ascontiguousarray(self._reader.weights(name, first, numel)).reshape(-1)).view(
+                self._weights
+            )
+        return torch.from_numpy(self._reader.values(name, vector or MASTER, first, numel))
+
+
+def _some(pairs: list[tuple[str, Any]]) -> str:
+    names = [f"{name} {list(shape)}" for name, shape in pairs]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
