@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mlpo_hpc.cluster import launch
-from mlpo_hpc.cluster.memory import return_freed_memory
+from mlpo_hpc.cluster.memory import return_freed_memory, reuse_freed_memory
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import SECTION, read_ds_config
 from mlpo_hpc.engine.translate import Translation, translate
@@ -107,6 +107,7 @@ def _initialize(
     _map_checkpoints(result[0])
     _own_checkpoints(result[0])
     _tell_monitor(result[0])
+    result[0].optimizer.keep_heap(reuse_freed_memory)
     return result
 
 

@@ -42,6 +42,9 @@ from mlpo_hpc.telemetry.log import say, warn
 from mlpo_hpc.telemetry.report import PhaseClock, StepReport
 from mlpo_hpc.telemetry.trace import Tell
 
+HOLES_BYTES = 16
+"""For each local parameter: what a heap grew by beyond what was used, at most, in trials."""
+
 STOCK_CLASS = DeepSpeedZeroOptimizer_Stage3
 """DeepSpeed's own, whatever stands in its place later."""
 
@@ -337,6 +340,10 @@ class OffloadStage3(Gradients, StateFile, OwnCheckpoint, NativeCheckpoint, DeepS
         return partition, subgroup
 
     # ---- figures and the end --------------------------------------------------------------
+
+    def keep_heap(self, reuse: Callable[[int, int], bool]) -> None:
+        """Ask for freed memory to be reused, if what this model may leave in holes can be spared."""
+        reuse(HOLES_BYTES * sum(self._state.numels), self._node.node_size)
 
     def offload_flush(self) -> None:
         """Wait until nothing of this rank is on its way to or from a tier."""
