@@ -33,6 +33,8 @@ from mlpo_hpc.storage.posix import open_raw
 from mlpo_hpc.storage.tier import StorageTier
 
 MB = 10**6
+PLAIN_S = 8.0
+"""How long plain rates are measured: as long as some steps."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def main(directories: tuple[str, ...], testbed: dict[str, int] | None, slow: str
             folder = Path(disks.enter_context(tempfile.TemporaryDirectory(prefix="mlpo-testbed-")))
             made = disks.enter_context(capped_disks(folder, caps, dict.fromkeys(caps, 2 * state_bytes)))
         laid_out = [BenchTier(name, str(disk.path)) for name, disk in made.items()]
-        tiers = [measure_tier(tier) for tier in laid_out or read_tiers(directories, None)]
+        tiers = [measure_tier(tier, PLAIN_S) for tier in laid_out or read_tiers(directories, None)]
         result: dict[str, Any] = {"rates_bps": {tier.name: [tier.read_bps, tier.write_bps] for tier in tiers}}
         if slow is not None:
             result["follow"] = follow(tiers, made[slow], caps[slow], load)

@@ -17,8 +17,15 @@ MOST_SPACE = 16
 """Part of the free space that is written: one over this."""
 
 
-def measure_tier(tier: BenchTier) -> BenchTier:
+def measure_tier(tier: BenchTier, round_s: float = ROUND_S) -> BenchTier:
     """The tier with its rates, of a fresh file that is left behind by nobody.
+
+    Parameters
+    ----------
+    tier : BenchTier
+        Where.
+    round_s : float
+        About how long each round reads or writes. A capped device gives more than its cap in the beginning.
 
     Raises
     ------
@@ -28,7 +35,7 @@ def measure_tier(tier: BenchTier) -> BenchTier:
     with open_probe(tier.dir, describe(tier.dir).free_bytes // MOST_SPACE) as probe:
         begin = time.perf_counter()
         probe.fill()
-        count = max(2, round(ROUND_S * probe.num_filled / (time.perf_counter() - begin)))
+        count = max(2, round(round_s * probe.num_filled / (time.perf_counter() - begin)))
         rounds = [(_rate(probe, count, 0), _rate(probe, 0, count)) for _ in range(ROUNDS)]
         direct = probe.is_direct
     read_bps, write_bps = (statistics.median(rates) for rates in zip(*rounds, strict=True))
