@@ -200,6 +200,31 @@ def remove_unused(folder: Path, manifest: Manifest) -> None:
             path.unlink(missing_ok=True)
 
 
+def make(folder: Path) -> None:
+    """Make the folder of a checkpoint, and those above it, if they are missing.
+
+    Raises
+    ------
+    StorageError
+        If they cannot be made.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise storage_error("making the folder of the checkpoint", str(folder), error) from error
+
+
+def commit(folder: Path, manifest: Manifest, save_latest: bool) -> None:
+    """Make a checkpoint exist, when all shards that the manifest names are on the device."""
+    sync_folder(folder)
+    sync_folder(folder.parent)
+    replace_whole(folder / MANIFEST, encode(manifest))
+    if save_latest:
+        replace_whole(folder.parent / LATEST, manifest.tag.encode())
+    remove_unused(folder, manifest)
+
+
 def is_ours(folder: Path) -> bool:
     """Whether a folder holds a committed checkpoint of this format."""
     return (folder / MANIFEST).is_file()
@@ -240,7 +265,7 @@ def _latest(directory: Path) -> str | None:
     if not hint.is_file():
         return None
     named = hint.read_bytes()[:4096].decode(errors="replace").strip()
-    return named if named and Path(named).name == named else None
+    return next((path.name for path in directory.iterdir() if path.name == named), None)  # never a way out of it
 
 
 def _first_line(error: Exception) -> str:

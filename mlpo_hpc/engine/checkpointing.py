@@ -22,12 +22,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from mlpo_hpc.checkpoint import folder as folders
-from mlpo_hpc.checkpoint.manifest import LATEST, MANIFEST, FileEntry, FrozenEntry, Manifest, WeightType
+from mlpo_hpc.checkpoint.manifest import LATEST, FileEntry, FrozenEntry, Manifest, WeightType
 from mlpo_hpc.checkpoint.plain import decode, encode
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.checkpoint.write import ShardWriter
 from mlpo_hpc.cluster.verdict import gather, together, world_rank
-from mlpo_hpc.errors import ConfigError, here, storage_error
+from mlpo_hpc.errors import ConfigError, here
 from mlpo_hpc.telemetry.log import say, warn
 
 SAVING = "the checkpoint was not saved"
@@ -101,7 +101,7 @@ class Checkpointing:
         tensors: list[torch.Tensor] = []
         training, client = together(lambda: self._plain_values(dict(client_state or {}), tensors), SAVING)
         engine.optimizer.checkpoint_event_prologue()
-        together(lambda: _make_folder(folder) if rank == 0 else None, SAVING)
+        together(lambda: folders.make(folder) if rank == 0 else None, SAVING)
         unique = gather(uuid.uuid4().hex[:8])[0]
         writers: list[ShardWriter] = []
         try:
@@ -110,7 +110,7 @@ class Checkpointing:
             )
             shards = gather(entry)
             manifest = self._manifest(tag, shards, training, client, not exclude_frozen_parameters)
-            together(lambda: _commit(directory, folder, manifest, save_latest) if rank == 0 else None, SAVING)
+            together(lambda: folders.commit(folder, manifest, save_latest) if rank == 0 else None, SAVING)
         except BaseException:
             for writer in writers:
                 writer.remove()
@@ -309,23 +309,6 @@ def _agree(tag: str) -> str:
 
     tags = set(gather(tag))
     return together(check, SAVING)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise storage_error("making the folder of the checkpoint", str(folder), error) from error
-
-
-def _commit(directory: Path, folder: Path, manifest: Manifest, save_latest: bool) -> None:
-    folders.sync_folder(folder)
-    folders.replace_whole(folder / MANIFEST, folders.encode(manifest))
-    folders.sync_folder(directory)
-    if save_latest:
-        folders.replace_whole(directory / LATEST, manifest.tag.encode())
-    folders.remove_unused(folder, manifest)
 
 
 def _random_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
