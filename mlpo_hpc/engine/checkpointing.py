@@ -22,7 +22,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from mlpo_hpc.checkpoint import folder as folders
-from mlpo_hpc.checkpoint.manifest import LATEST, FileEntry, FrozenEntry, Manifest, WeightType
+from mlpo_hpc.checkpoint.manifest import LATEST, MANIFEST, FileEntry, FrozenEntry, Manifest, WeightType
 from mlpo_hpc.checkpoint.plain import decode, encode
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.checkpoint.write import ShardWriter
@@ -92,8 +92,8 @@ class Checkpointing:
         """
         engine, rank = self._engine, world_rank()
         if engine.optimizer._config.checkpoint.format == "deepspeed":
-            return self._stock_save(
-                str(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters
+            return self._save_deepspeeds(
+                Path(os.fspath(save_dir)), tag, client_state, save_latest, exclude_frozen_parameters
             )
         tag = _agree(f"global_step{engine.global_steps}" if tag is None else str(tag))
         directory = Path(os.fspath(save_dir))
@@ -118,6 +118,14 @@ class Checkpointing:
         engine.optimizer.checkpoint_event_epilogue()
         say("checkpoint %s committed", folder)
         return True
+
+    def _save_deepspeeds(self, directory: Path, tag: Any, client_state: Any, *how: bool) -> bool:
+        """What stock ZeRO-3 reads; one of ours of the same tag does not count any more then."""
+        tag = _agree(f"global_step{self._engine.global_steps}" if tag is None else str(tag))
+        done = self._stock_save(str(directory), tag, dict(client_state or {}), *how)
+        if world_rank() == 0:
+            (directory / tag / MANIFEST).unlink(missing_ok=True)
+        return done
 
     def _plain_values(self, client_state: dict[str, Any], tensors: list[torch.Tensor]) -> tuple[dict[str, Any], Any]:
         engine = self._engine
@@ -250,7 +258,8 @@ class Checkpointing:
         try:
             reader = Reader(directory / tag)
             self._engine.optimizer.check_records(reader, with_state)
-            folders.check_file(reader.folder, reader.shards[0].tensors)
+            for shard in reader.shards[world_rank() :: self._engine.world_size]:  # of those all ranks read parts
+                folders.check_file(reader.folder, shard.tensors)
         except Exception as error:
             older = [name for name, _ in folders.committed(directory) if name != tag]
             if older and not isinstance(error, ConfigError):
@@ -269,7 +278,7 @@ class Checkpointing:
         tensors = _client_tensors(reader)
         training = manifest.training
         if not weights_only:
-            engine.optimizer.load_training(decode(training["optimizer"], tensors))
+            engine.optimizer.load_training(decode(training["optimizer"], tensors), with_state)
         engine.optimizer.load_records(reader, with_state, weights_only)
         self._restore_frozen(reader)
         if weights_only:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 
+from mlpo_hpc.engine.update import set_group
 from mlpo_hpc.errors import ConfigError, UnsupportedError
 from mlpo_hpc.storage.filesystem import describe
 from mlpo_hpc.storage.posix import open_unnamed
@@ -106,7 +107,7 @@ class NativeCheckpoint:
         for index in range(len(self.optimizer.param_groups)):
             order += [s for s in range(len(self._state.numels)) if self.sub_group_to_group_id[s] == index]  # type: ignore[attr-defined]
         for group, kept in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
-            group.update({key: value for key, value in kept.items() if key != "params"})
+            set_group(group, kept)
         return {subgroup: saved["state"].get(packed, {}) for packed, subgroup in enumerate(order)}
 
     def _overwrite(self, subgroup: int, weights: torch.Tensor, state: dict[str, Any] | None) -> None:

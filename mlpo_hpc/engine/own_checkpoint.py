@@ -11,7 +11,7 @@ import torch
 from mlpo_hpc.checkpoint.manifest import PieceEntry, RecordEntry
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.checkpoint.write import ShardWriter
-from mlpo_hpc.engine.update import MASTER
+from mlpo_hpc.engine.update import MASTER, set_group
 from mlpo_hpc.errors import ConfigError, here
 from mlpo_hpc.storage.contents import Contents, Piece
 
@@ -121,11 +121,14 @@ class OwnCheckpoint:
                 self._state.set_scalars(subgroup, source.scalars())
             self._unflatten_partitioned_parameters(subgroup)  # type: ignore[attr-defined]
 
-    def load_training(self, values: Mapping[str, Any]) -> None:
+    def load_training(self, values: Mapping[str, Any], with_groups: bool) -> None:
         """Set what `describe_training` told."""
+        here_, there = len(self.optimizer.param_groups), len(values["param_groups"])
+        if with_groups and here_ != there:
+            raise ConfigError(f"the checkpoint has {there} parameter groups, this optimizer {here_}")
         vars(self.loss_scaler).update(values["loss_scaler"])
-        for group, kept in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
-            group.update(kept)
+        for group, kept in zip(self.optimizer.param_groups, values["param_groups"], strict=True) if with_groups else ():
+            set_group(group, kept)
         self._flipped, self._steps = values["flipped"], values["steps"]
 
     def share_persistent_parameters(self) -> None:

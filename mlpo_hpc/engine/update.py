@@ -21,6 +21,8 @@ Fetch = Callable[[str | None, slice], torch.Tensor]
 # Optimizers whose kernel computes an item in the same way wherever it lies among aligned parts.
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
 IN_PARTS = "DeepSpeedCPUAdam"
+KERNEL_KEYS = {"foreach", "fused", "capturable", "differentiable"}
+"""Settings that say how an update is computed, not what: those of this run hold, whatever a checkpoint has."""
 
 # Optimizers whose state before the first step is all zero, so that it can be in place from the start.
 ZERO_INITIAL_STATE: tuple[type, ...] = (torch.optim.Adam, torch.optim.AdamW)
@@ -83,6 +85,11 @@ def updates_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer).__name__ == IN_PARTS:
         return True
     return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give a parameter group the hyper-parameters of a checkpoint."""
+    group.update({key: value for key, value in saved.items() if key not in {"params", *KERNEL_KEYS}})
 
 
 def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:

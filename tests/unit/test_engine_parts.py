@@ -12,7 +12,7 @@ import torch
 from mlpo_hpc.engine import contract
 from mlpo_hpc.engine import records as records_module
 from mlpo_hpc.engine.records import Records
-from mlpo_hpc.engine.update import BoundState, probe_optimizer, updates_in_parts
+from mlpo_hpc.engine.update import BoundState, probe_optimizer, set_group, updates_in_parts
 from mlpo_hpc.errors import UnsupportedError
 
 
@@ -218,3 +218,10 @@ def test_the_probe_does_not_depend_on_the_default_type():
         assert probe_optimizer(optimizer, optimizer.param_groups[0]).vectors == ("exp_avg", "exp_avg_sq")
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_checkpoint_does_not_change_how_an_update_is_computed():
+    """A run of another kernel saved it: updates in parts are exact with that of this run only."""
+    group = {"params": [1], "lr": 0.1, "fused": True, "foreach": None}
+    set_group(group, {"params": [], "lr": 0.2, "fused": None, "foreach": True, "initial_lr": 0.3})
+    assert group == {"params": [1], "lr": 0.2, "fused": True, "foreach": None, "initial_lr": 0.3}
