@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from mlpo_hpc.storage.filesystem import describe
 TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
 TOOL_S = 120.0
 """Longest run of one of them."""
+BUSY_S = 20.0
 MB = 10**6
 
 
@@ -123,8 +125,15 @@ def _look_at(folder: Path, needed_bytes: int) -> None:
 
 
 def _unmount(mount_point: Path) -> None:
-    if mount_point.is_mount():
-        _run("umount", str(mount_point))
+    """Once whoever was in the middle of a call there, and was killed meanwhile, is gone."""
+    deadline = time.monotonic() + BUSY_S
+    while mount_point.is_mount():
+        try:
+            _run("umount", str(mount_point))
+        except StorageError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _detach(image: Path) -> None:
