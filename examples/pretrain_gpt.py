@@ -5,6 +5,8 @@ Runs alone, under mpirun, srun or torchrun:
     python examples/pretrain_gpt.py --size tiny --steps 20
     mpirun -n 2 python examples/pretrain_gpt.py --tier nvme=/local/scratch --tier pfs=$SCRATCH/mlpo
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --size 7b --host-memory 200GB
+
+With --checkpoint it can be stopped at any time, by USR2, TERM or a stop file: it saves and exits with 85.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from mlpo_hpc.telemetry.picture import draw_run
 from mlpo_hpc.telemetry.progress import StepProgress
 
 VOCABULARY = 256  # bytes
+SAVE_TIMES = "save_times.json"  # beside the checkpoints: how long the last one took
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,8 @@ def parse() -> argparse.Namespace:
     )
     add("--host-memory", metavar="BYTES", help="for buffers and cache together, per node, such as 200GB")
     add("--config", metavar="FILE", help="a DeepSpeed configuration of your own (JSON), instead of the above")
-    add("--checkpoint", type=Path, metavar="DIR", help="save there at the end; go on from there if it holds one")
+    add("--checkpoint", type=Path, metavar="DIR", help="save there when it ends; go on from there if it holds one")
+    add("--lead", type=float, metavar="SECONDS", help="from the stop signal to the time limit: is it enough to save?")
     add("--out", type=Path, default=Path("runs/pretrain_gpt"), help="folder for the picture and the figures")
     add("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -214,8 +218,33 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def save(engine: Any, directory: Path, step: int, longest_step_s: float) -> None:
+    """Save a checkpoint, and beside it how long that took."""
+    begin = time.perf_counter()
+    engine.save_checkpoint(str(directory), client_state={"step": step})
+    times = {"save_s": time.perf_counter() - begin, "step_s": longest_step_s}
+    if torch.distributed.get_rank() == 0:
+        unfinished = directory / f"{SAVE_TIMES}.partial"
+        unfinished.write_text(json.dumps(times))
+        unfinished.rename(directory / SAVE_TIMES)
+
+
+def check_lead(directory: Path, lead_s: float) -> None:
+    """Say if the stop signal comes too late: the step at hand is finished before the checkpoint is saved."""
+    times = json.loads((directory / SAVE_TIMES).read_text())
+    needed_s = times["step_s"] + times["save_s"]
+    if needed_s > lead_s:
+        print(
+            f"the stop signal comes {lead_s:.0f} s before the time limit, but the last checkpoint took "
+            f"{times['save_s']:.1f} s after steps of up to {times['step_s']:.1f} s: the next one may not be finished. "
+            f"Give the job --signal=B:USR1@{math.ceil(2 * needed_s)} or more",
+            flush=True,
+        )
+
+
 def main() -> None:
     args = parse()
+    stop = mlpo_hpc.StopRequest() if args.checkpoint else None  # what cannot save ends by TERM as ever
     mlpo_hpc.init_distributed()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     shape, config = SIZES[args.size], ds_config(args)
@@ -233,6 +262,8 @@ def main() -> None:
         begin = state["step"]
         if rank == 0:
             print(f"resumed from {args.checkpoint} at step {begin}", flush=True)
+            if args.lead and (args.checkpoint / SAVE_TIMES).exists():
+                check_lead(args.checkpoint, args.lead)
 
     text = read_text(args.data or [Path(sysconfig.get_paths()["stdlib"])], limit_bytes=32 * 2**20)
     batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
@@ -257,16 +288,19 @@ def main() -> None:
             total += loss.detach() / (accumulation * world_size)
         torch.distributed.all_reduce(total)
         progress.step(total.item(), text_tokens, engine.optimizer.offload_report())
-    progress.summary()
+        if stop and stop.requested():
+            break
+    done = begin + len(progress.history)
     if args.checkpoint and progress.history:
-        engine.save_checkpoint(str(args.checkpoint), client_state={"step": args.steps})
+        save(engine, args.checkpoint, done, max(entry["iteration_s"] for entry in progress.history))
+    progress.summary()
     if rank == 0 and progress.history:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "steps.json").write_text(json.dumps(progress.history, indent=1))
         draw_run(progress.history, args.out / "run.png", f"{args.size}, {world_size} ranks")
         print(f"picture: {args.out / 'run.png'}, figures: {args.out / 'steps.json'}", flush=True)
     engine.destroy()
-    leave()
+    leave(mlpo_hpc.REQUEUE_EXIT_CODE if done < args.steps else 0)
 
 
 def give_up(error: mlpo_hpc.MlpoError) -> None:
@@ -280,7 +314,7 @@ def give_up(error: mlpo_hpc.MlpoError) -> None:
     os._exit(1)
 
 
-def leave() -> None:
+def leave(exit_code: int) -> None:
     """End this process without the interpreter's own teardown.
 
     gloo's threads sometimes abort there although all work is done:
@@ -293,7 +327,7 @@ def leave() -> None:
         mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
+    from mlpo_hpc.cluster.signals import StopRequest
+
 __version__ = "0.1.0"
-__all__ = ["MlpoError", "OffloadConfig", "__version__", "init_distributed", "initialize", "offload"]
+__all__ = [
+    "REQUEUE_EXIT_CODE",
+    "MlpoError",
+    "OffloadConfig",
+    "StopRequest",
+    "__version__",
+    "init_distributed",
+    "initialize",
+    "offload",
+]
+
+REQUEUE_EXIT_CODE = 85
+"""With it a job that was asked to stop and has saved asks its batch script to requeue it."""
 
 
 def init_distributed() -> None:
@@ -72,3 +86,12 @@ def offload(ds_config: Mapping[str, Any] | str | PathLike[str]) -> AbstractConte
     from mlpo_hpc.engine.inject import offload as engine_offload
 
     return engine_offload(ds_config)
+
+
+def __getattr__(name: str) -> Any:
+    """`StopRequest`, imported when it is used."""
+    if name == "StopRequest":
+        from mlpo_hpc.cluster.signals import StopRequest
+
+        return StopRequest
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

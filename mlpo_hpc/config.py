@@ -30,7 +30,7 @@ from mlpo_hpc.errors import ConfigError
 
 SECTION = "mlp_offload"
 ENV_PREFIX = "MLPO_HPC_"
-ENV_OF_OTHERS = {"ROOT", "SITE", "IGNORE_CONTRACT", "INTERFACE"}  # of the module, the contract, the launch
+ENV_OF_OTHERS = {"ROOT", "SITE", "IGNORE_CONTRACT", "INTERFACE", "STOP_FILE"}  # of module, contract, launch, signals
 
 
 def _rate(value: Any) -> Any:

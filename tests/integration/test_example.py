@@ -18,7 +18,7 @@ EXAMPLE = [sys.executable, "examples/pretrain_gpt.py"]
 TINY = ["--size", "tiny", "--steps", "4", "--context", "64"]
 
 
-def example(tmp_path, *arguments, launcher=(), env=None, config=None, leaves=0):
+def example(tmp_path, *arguments, launcher=(), env=None, config=None, leaves=0, exit_code=0):
     """Run it; return what it printed and the figures of its steps."""
     tiers = []
     for name in ("nvme", "pfs"):
@@ -30,7 +30,7 @@ def example(tmp_path, *arguments, launcher=(), env=None, config=None, leaves=0):
     where = ["--config", config] if config else ["--host-memory", "12MB", *tiers]
     command = [*launcher, *EXAMPLE, *TINY, *where, *out, *arguments]
     done = subprocess.run(command, env=full, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert done.returncode == exit_code, (done.stdout + done.stderr)[-4000:]
     assert len([*(tmp_path / "nvme").iterdir(), *(tmp_path / "pfs").iterdir()]) == leaves
     return done.stdout, json.loads((tmp_path / "out/steps.json").read_text())
 
@@ -148,6 +148,26 @@ def test_stopped_and_resumed_it_goes_on_as_if_nothing_had_been(tmp_path):
     assert losses(first) + losses(second) == losses(whole)
     text, _ = example(halves, "--steps", "6", *checkpoint)  # submitted once more
     assert "nothing to do: step 6 of 6 is reached" in text
+
+
+def test_asked_to_stop_it_saves_exits_with_85_and_goes_on_later(tmp_path):
+    straight, parts, stop = tmp_path / "straight", tmp_path / "parts", tmp_path / "stop"
+    straight.mkdir()
+    parts.mkdir()
+    _, whole = example(straight)
+    checkpoint = ["--checkpoint", str(parts / "ckpt")]
+    stop.touch()
+    text, first = example(parts, *checkpoint, env={"MLPO_HPC_STOP_FILE": str(stop)}, exit_code=85)
+    assert "step 1/4" in text
+    assert "step 2/4" not in text
+    stop.unlink()
+    text, second = example(parts, *checkpoint, "--lead", "0.001", env={"MLPO_HPC_STOP_FILE": str(stop)})
+    assert "resumed from" in text
+    assert text.count("the stop signal comes 0 s before the time limit, but the last checkpoint took") == 1
+    assert losses(first) + losses(second) == losses(whole)
+    text, _ = example(parts, "--steps", "5", *checkpoint, "--lead", "1000")
+    assert "step 5/5" in text
+    assert "the stop signal" not in text, "a thousand seconds are enough"
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.whole), "fp16"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -48,6 +49,22 @@ def test_the_training_world_gathers_and_agrees(world: MPI.Intracomm) -> None:
         text = str(error)
     assert f"rank {last} on" in text
     assert set(world.allgather(text)) == {text}
+
+
+def test_one_rank_is_asked_to_stop_and_all_stop_at_the_same_step(world: MPI.Intracomm) -> None:
+    import torch.distributed as dist
+
+    from mlpo_hpc import StopRequest
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    with StopRequest() as stop:
+        for step in range(1, 20):
+            if step == 7 and world.rank == world.size - 1:
+                signal.raise_signal(signal.SIGTERM)
+            if stop.requested():
+                break
+    assert set(world.allgather((step, stop.reason))) == {(7, "SIGTERM")}
 
 
 def window_tokens(world: MPI.Intracomm, permits: int = 1, timeout_s: float = 60):

@@ -18,15 +18,6 @@ ENVIRONMENTS = Path(sys.prefix) / "mpi"
 TINY = ["--size", "tiny", "--steps", "4", "--context", "64"]
 
 
-@pytest.fixture(scope="module")
-def bed():
-    reason = slurm.missing()
-    if reason:
-        pytest.skip(reason)
-    with slurm.slurm_bed() as running:
-        yield running
-
-
 def python(name):
     path = ENVIRONMENTS / name / "bin/python"
     if not path.exists():
@@ -279,7 +270,8 @@ def test_the_batch_script_runs_as_it_is(bed, tmp_path):
     python("system")
     where = {
         "MLPO_VENV": str(ENVIRONMENTS / "system"), "MLPO_PFS": str(bed.shared), "MLPO_NVME": str(bed.scratch),
-        "MLPO_ARGS": f"{' '.join(TINY)} --out {tmp_path}/out", **tiers(bed.scratch, bed.shared),
+        "MLPO_ARGS": f"{' '.join(TINY)} --out {tmp_path}/out", "MLPO_CHECKPOINT": str(tmp_path / "checkpoint"),
+        "PYTHONPATH": str(ROOT), **tiers(bed.scratch, bed.shared),
     }  # fmt: skip
     job = [f"--output={tmp_path}/log", "-N2", "--ntasks-per-node=2", "--wait", "slurm/pretrain.sbatch"]
     done = bed.run("sbatch", *job, cwd=ROOT, **where)

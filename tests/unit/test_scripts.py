@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from mlpo_hpc import REQUEUE_EXIT_CODE
 from mlpo_hpc.config import OffloadConfig, Tier
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = [ROOT / "slurm/pretrain.sbatch", ROOT / ".ci/run", ROOT / ".ci/setup", ROOT / ".ci/mpirun"]
-TEXTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("architecture", "modules", "doctor"))]
+TEXTS = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("architecture", "modules", "doctor", "requeue")),
+]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
@@ -21,6 +25,13 @@ def test_scripts_parse(path):
     subprocess.run(["bash", "-n", str(path)], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", str(path)], check=True)
+
+
+def test_what_the_batch_script_says_twice_is_the_same():
+    text = (ROOT / "slurm/pretrain.sbatch").read_text()
+    (asked_s,) = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", text, re.M)
+    assert re.findall(r"^lead_s=(\d+)", text, re.M) == [asked_s]
+    assert re.findall(r"^requeue_status=(\d+)", text, re.M) == [str(REQUEUE_EXIT_CODE)]
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.name)
