@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mlpo_hpc.cluster.verdict import gather, world_rank
+from mlpo_hpc.cluster.verdict import any_rank, gather, world_rank
 from mlpo_hpc.errors import MlpoError, here
 from mlpo_hpc.telemetry.log import say, warn
 
@@ -63,12 +63,11 @@ class StopRequest:
     def requested(self) -> bool:
         """Collective over the training world. Whether to stop here; all ranks get the same answer.
 
-        Once it was yes it remains so. It costs one small gathering of all ranks, which every step can afford.
+        Once it was yes it remains so. It costs one reduction of a number, which every step can afford.
         """
-        if not self.reason:
-            self.reason = next(filter(None, gather(self._own_reason())), "")
-            if self.reason:
-                say("asked to stop by %s: all ranks stop after this step", self.reason)
+        if not self.reason and any_rank(bool(own := self._own_reason())):
+            self.reason = next(filter(None, gather(own)))
+            say("asked to stop by %s: all ranks stop after this step", self.reason)
         return bool(self.reason)
 
     def close(self) -> None:

@@ -23,6 +23,26 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def any_rank(value: bool) -> bool:
+    """Collective over the training world. Whether it is so on any rank; one reduction, far cheaper than `gather`."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    found = torch.tensor(int(value), device=_reducing_device())
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
+def _reducing_device() -> Any:
+    """Host memory where a backend reduces there (gloo, MPI); else (NCCL and its kin) the accelerator in use."""
+    import torch
+    import torch.distributed as dist
+
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config() else torch.accelerator.current_accelerator()
+
+
 def world_rank() -> int:
     """This rank's number in the training world; 0 without one."""
     import torch.distributed as dist

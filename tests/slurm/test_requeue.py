@@ -14,6 +14,13 @@ STEPS = 60
 ENDS_S = 300
 
 
+SLOW_TO_EXIT = """
+import os, time
+time.sleep(2 * int(os.environ["SLURM_PROCID"]))
+os._exit(85)
+"""
+
+
 def submit(bed, folder, *options):
     """The batch script as it is, in a folder that holds what it starts; the number of the job."""
     if not (folder / "examples").exists():
@@ -98,3 +105,13 @@ def test_what_is_not_requeued(why, state, bed, tmp_path, monkeypatch):
         assert f"submitted again with MLPO_CHECKPOINT={tmp_path}/mlpo/checkpoint-{job}" in read(log)
         assert (tmp_path / f"mlpo/checkpoint-{job}/latest").exists()
     assert found["ExitCode"].split(":")[0] == ("85" if why == "restarts" else "0")
+
+
+def test_ranks_that_exit_one_after_the_other_are_not_killed(bed, tmp_path, monkeypatch):
+    """`--kill-on-bad-exit=1` would end the second rank by a signal, and that would be the status of the step."""
+    monkeypatch.setenv("MLPO_MAX_RESTARTS", "0")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/pretrain_gpt.py").write_text(SLOW_TO_EXIT)
+    job = submit(bed, tmp_path)
+    found = wait_for_end(bed, job, tmp_path / f"log.{job}")
+    assert found["ExitCode"] == "85:0", read(tmp_path / f"log.{job}")

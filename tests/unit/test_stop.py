@@ -8,9 +8,10 @@ import sys
 import threading
 
 import pytest
+import torch
 
 import mlpo_hpc
-from mlpo_hpc.cluster import signals
+from mlpo_hpc.cluster import signals, verdict
 from mlpo_hpc.config import load
 from mlpo_hpc.errors import MlpoError
 from tests.ranks import ROOT, run_ranks
@@ -156,6 +157,15 @@ def test_a_stop_file_that_cannot_be_looked_at_is_told_once_and_signals_still_wor
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "the stop file cannot be looked at and is left alone"
     ]
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu")]
+)
+def test_it_is_agreed_where_the_backend_can_reduce(backends, device, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert verdict._reducing_device().type == device
 
 
 RANK = """
