@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -15,6 +18,8 @@ from mlpo_hpc.errors import ConfigError, CorruptState, here, storage_error
 
 MAX_MANIFEST_BYTES = 2**30
 BLOCK_BYTES = 2**22
+CHECKSUM = re.compile(rb'\{"checksum": "([0-9a-f]{16})", ')
+"""How a manifest begins; the checksum is of all bytes that follow."""
 OURS = re.compile(r"(state|tensors|shard)-\d{5,}-[0-9a-f]{8}\.(bin|safetensors|json)|manifest\.json\.partial")
 
 
@@ -29,11 +34,16 @@ def open_file(path: Path) -> int:
         If it cannot be opened.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
     except FileNotFoundError as error:
         raise CorruptState(f"a file of the checkpoint is missing: {here(path)}") from error
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CorruptState(f"a symbolic link, which no file of a checkpoint is: {here(path)}") from error
         raise storage_error("opening a file of the checkpoint", str(path), error) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptState(f"no regular file, which all files of a checkpoint are: {here(path)}")
     return fd
 
 
@@ -103,6 +113,14 @@ def encode(entry: Entry) -> bytes:
     return json.dumps(entry.model_dump(mode="json"), allow_nan=True).encode()
 
 
+def encode_manifest(manifest: Manifest) -> bytes:
+    """A manifest as a file. Its first key is a checksum of what follows, for no other file can have it."""
+    import xxhash
+
+    body = encode(manifest)[1:]
+    return f'{{"checksum": "{xxhash.xxh3_64_hexdigest(body)}", '.encode() + body
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a committed checkpoint.
 
@@ -115,18 +133,35 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     data = read_whole(path)
+    whole = _is_whole(data)
     try:
-        head = json.loads(data)
-        if isinstance(head, dict) and head.get("format") == FORMAT and head.get("version") != VERSION:
-            raise ConfigError(
-                f"version {head.get('version')} of the checkpoint format, this library knows {VERSION}: "
-                f"install a newer mlpo_hpc, on {here(path)}"
-            )
-        return Manifest.model_validate_json(data)
-    except (ValueError, ValidationError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        values = json.loads(data)
+        if isinstance(values, dict) and whole is not False and values.get("format") == FORMAT:
+            _check_version(values.get("version"), path)
+        if not whole:
+            raise ValueError("its checksum is missing or another one")
+        del values["checksum"]
+        return Manifest.model_validate(values)
+    except ConfigError:
+        raise
+    except ValueError as error:  # those of JSON and of pydantic are such
         raise CorruptState(f"the manifest is damaged ({_first_line(error)}): {here(path)}") from error
+
+
+def _is_whole(data: bytes) -> bool | None:
+    """Whether a manifest has the checksum that it names; None if it names none."""
+    import xxhash
+
+    head = CHECKSUM.match(data)
+    return None if head is None else xxhash.xxh3_64_hexdigest(data[head.end() :]).encode() == head[1]
+
+
+def _check_version(found: Any, path: Path) -> None:
+    if found != VERSION:
+        raise ConfigError(
+            f"version {found} of the checkpoint format, this library knows {VERSION}: install a newer mlpo_hpc, on "
+            f"{here(path)}"
+        )
 
 
 def read_shard(folder: Path, manifest: Manifest, rank: int) -> Shard:
@@ -140,9 +175,12 @@ def read_shard(folder: Path, manifest: Manifest, rank: int) -> Shard:
     entry = manifest.shards[rank]
     data = checked(folder, entry)
     try:
-        return Shard.model_validate_json(data)
+        shard = Shard.model_validate_json(data)
     except ValidationError as error:
         raise CorruptState(f"a shard is damaged ({_first_line(error)}): {here(folder / entry.file)}") from error
+    if shard.rank != rank:
+        raise CorruptState(f"the shard of rank {shard.rank} instead of {rank}: {here(folder / entry.file)}")
+    return shard
 
 
 def checked(folder: Path, entry: FileEntry) -> bytes:
@@ -219,7 +257,7 @@ def commit(folder: Path, manifest: Manifest, save_latest: bool) -> None:
     """Make a checkpoint exist, when all shards that the manifest names are on the device."""
     sync_folder(folder)
     sync_folder(folder.parent)
-    replace_whole(folder / MANIFEST, encode(manifest))
+    replace_whole(folder / MANIFEST, encode_manifest(manifest))
     if save_latest:
         replace_whole(folder.parent / LATEST, manifest.tag.encode())
     remove_unused(folder, manifest)
@@ -227,7 +265,12 @@ def commit(folder: Path, manifest: Manifest, save_latest: bool) -> None:
 
 def is_ours(folder: Path) -> bool:
     """Whether a folder holds a committed checkpoint of this format."""
-    return (folder / MANIFEST).is_file()
+    return os.path.lexists(folder / MANIFEST)  # what is not a file, or a link, is told by `read_manifest`
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether a folder holds what a save wrote that was broken off, or goes on."""
+    return folder.is_dir() and not is_ours(folder) and any(OURS.fullmatch(path.name) for path in folder.iterdir())
 
 
 def is_deepspeeds(folder: Path) -> bool:
@@ -254,13 +297,14 @@ def find_tag(directory: Path, tag: str | None) -> str | None:
     """
     if tag is not None:
         return tag
-    named = _latest(directory)
+    named = named_latest(directory)
     if named is not None and (is_ours(directory / named) or is_deepspeeds(directory / named)):
         return named
     return next((name for name, _ in committed(directory)), named)
 
 
-def _latest(directory: Path) -> str | None:
+def named_latest(directory: Path) -> str | None:
+    """The folder that the file ``latest`` names, if there is one of that name."""
     hint = directory / LATEST
     if not hint.is_file():
         return None

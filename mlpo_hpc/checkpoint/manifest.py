@@ -9,8 +9,8 @@
     DIR/TAG/tensors-00003-5f0c21aa.safetensors   what is small: frozen partitions, random generators, ...
 
 The second number is one of the attempt: saving under the same tag again leaves the old files alone until its commit.
-All numbers are decimal, sizes in bytes, checksums 64-bit xxh3 in hexadecimal. Nothing in it is code: it is read
-without unpickling anything.
+The manifest begins with ``{"checksum": "...", ``, of all bytes after that. All numbers are decimal, sizes in bytes,
+checksums 64-bit xxh3 in hexadecimal. Nothing in it is code: it is read without unpickling anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 FORMAT: Literal["mlpo_hpc checkpoint"] = "mlpo_hpc checkpoint"
 VERSION: Literal[1] = 1
@@ -145,3 +145,9 @@ class Manifest(Entry):
     versions: dict[str, str]
     created: str
     """ISO 8601."""
+
+    @model_validator(mode="after")
+    def _has_all_shards(self) -> Manifest:
+        if len(self.shards) != self.world_size:
+            raise ValueError(f"{len(self.shards)} shards of {self.world_size} ranks")
+        return self

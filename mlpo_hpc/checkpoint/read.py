@@ -26,6 +26,8 @@ WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 CACHE_BYTES = 2**28
 """Chunks that are kept in memory after they were read, for what is read next to them."""
 
+MAX_OPEN_FILES = 128
+
 
 @dataclass(frozen=True)
 class Source:
@@ -151,7 +153,7 @@ class Reader:
 
     def _read(self, source: Source, vector: str, begin: int, count: int) -> np.ndarray:
         record, name = self.shards[source.rank].records[source.piece.subgroup], source.piece.name
-        form = _form(record)
+        form = form_of(record)
         if vector != MASTER or form is None or record.nbytes != form.nbytes:
             offset = (_order(record).index(vector) * stride_items(record.numel) + begin) * ITEM_BYTES
             return self._cache.read(record.chunks, offset, count * ITEM_BYTES, name).view(np.float32)
@@ -176,7 +178,8 @@ class Reader:
         self._cache.close()
 
 
-def _form(record: RecordEntry) -> SplitForm | None:
+def form_of(record: RecordEntry) -> SplitForm | None:
+    """How a record for codec ``split`` is made up; None for one of ``fp32``."""
     return SplitForm(record.numel, len(record.vectors), record.pieces) if record.split else None
 
 
@@ -187,7 +190,7 @@ def _order(record: RecordEntry) -> tuple[str, ...]:
 
 def sizes(record: RecordEntry) -> set[int]:
     """Bytes that a record of this kind may have."""
-    form = _form(record)
+    form = form_of(record)
     plain = record_bytes(record.numel, 1 + len(record.vectors))
     return {plain} if form is None else {form.nbytes, form.plain_bytes}
 
@@ -200,7 +203,7 @@ class _Chunks:
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
         self._kept_bytes = 0
-        self._fds: dict[str, int] = {}
+        self._fds: OrderedDict[str, int] = OrderedDict()
 
     def read(self, chunks: Sequence[Chunk], offset: int, nbytes: int, name: str) -> np.ndarray:
         """Bytes of what the chunks are together, of shape ``(nbytes,)``."""
@@ -231,13 +234,12 @@ class _Chunks:
 
     def _load(self, chunk: Chunk, name: str) -> np.ndarray:
         path = self._folder / chunk.file
-        if chunk.file not in self._fds:
-            self._fds[chunk.file] = open_file(path)
+        fd = self._open(chunk.file)
         data, done = np.empty(chunk.nbytes, np.uint8), 0
         view = memoryview(data.data)
         while done < chunk.nbytes:
             try:
-                moved = os.preadv(self._fds[chunk.file], [view[done:]], chunk.offset + done)
+                moved = os.preadv(fd, [view[done:]], chunk.offset + done)
             except OSError as error:
                 raise storage_error(f"reading {name}", str(path), error) from error
             if not moved:
@@ -251,8 +253,17 @@ class _Chunks:
             )
         return data
 
+    def _open(self, name: str) -> int:
+        """The file; of thousands of ranks only those used last stay open."""
+        if name not in self._fds:
+            self._fds[name] = open_file(self._folder / name)
+            if len(self._fds) > MAX_OPEN_FILES:
+                os.close(self._fds.popitem(last=False)[1])
+        self._fds.move_to_end(name)
+        return self._fds[name]
+
     def close(self) -> None:
-        fds, self._fds = self._fds, {}
+        fds, self._fds = self._fds, OrderedDict()
         self._kept.clear()
         for fd in fds.values():
             os.close(fd)

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar, cast
 
 from mlpo_hpc.cluster.launch import find_launcher
-from mlpo_hpc.errors import MlpoError, StorageError, here
+from mlpo_hpc.errors import MlpoError, here
 
 T = TypeVar("T")
 
@@ -155,13 +155,13 @@ def each(ranks: Ranks, action: Callable[[], T]) -> T:
 
     Raises
     ------
-    StorageError
+    MlpoError
         If one failed: the first failing rank's, on all.
     """
     result, failure = None, None
     try:
         result = action()
-    except StorageError as error:
+    except MlpoError as error:
         failure = error
     failed = [theirs for theirs in ranks.allgather(failure) if theirs is not None]
     if failed:
