@@ -15,7 +15,7 @@ from mlpo_hpc.checkpoint.read import WEIGHT_BYTES, form_of, sizes
 from mlpo_hpc.checkpoint.tensors_file import Tensor, read_header
 from mlpo_hpc.errors import ConfigError, StorageError, here
 from mlpo_hpc.state.codec.fp32 import ITEM_BYTES, stride_items
-from mlpo_hpc.state.codec.split import LOW_BYTES
+from mlpo_hpc.state.codec.split import LOW_BYTES, SplitForm
 
 
 @dataclass(frozen=True)
@@ -193,32 +193,50 @@ def _extents(manifest: Manifest, shard: Shard) -> Iterator[Extent]:
     by_subgroup, weight_bytes = _by_subgroup(shard), WEIGHT_BYTES[manifest.weight_type]
     for subgroup, record in enumerate(shard.records):
         pieces = by_subgroup.get(subgroup, [])
-        for chunks, vectors in ((record.chunks, _vectors(record)), (record.weights, [(0, weight_bytes)])):
-            begin = 0
-            for chunk in chunks:
-                yield Extent(chunk, _parameters_in(pieces, vectors, begin, begin + chunk.nbytes))
-                begin += chunk.nbytes
+        yield from _of_chunks(record.chunks, pieces, _vectors(record), _tail_offset(record))
+        yield from _of_chunks(record.weights, pieces, [(0, weight_bytes)], record.numel * weight_bytes)
     names = tuple(entry.name for entry in manifest.frozen)
     yield Extent(Chunk(offset=0, **shard.tensors.model_dump()), names)
 
 
+def _of_chunks(
+    chunks: Sequence[Chunk], pieces: Sequence[PieceEntry], vectors: Sequence[tuple[int, int]], tail: int
+) -> Iterator[Extent]:
+    """What of the bytes of a record is in which chunk; all its parameters need what is after `tail`."""
+    begin = 0
+    for chunk in chunks:
+        end = begin + chunk.nbytes
+        all_names = [piece.name for piece in pieces if piece.numel]
+        yield Extent(chunk, tuple(all_names if end > tail else _parameters_in(pieces, vectors, begin, end)))
+        begin = end
+
+
+def _short_form(record: RecordEntry) -> SplitForm | None:
+    form = form_of(record)
+    return form if form is not None and record.nbytes == form.nbytes else None
+
+
+def _tail_offset(record: RecordEntry) -> int:
+    """Where the exceptions of a short record begin; other records have none."""
+    form = _short_form(record)
+    return record.nbytes if form is None else form.tail_offset
+
+
 def _vectors(record: RecordEntry) -> list[tuple[int, int]]:
     """Where each vector of a record begins, and bytes of its items."""
-    form, stride_bytes = form_of(record), stride_items(record.numel) * ITEM_BYTES
+    stride_bytes = stride_items(record.numel) * ITEM_BYTES
     whole = [(number * stride_bytes, ITEM_BYTES) for number in range(len(record.vectors))]
-    is_short = form is not None and record.nbytes == form.nbytes
-    return [*whole, (len(whole) * stride_bytes, LOW_BYTES if is_short else ITEM_BYTES)]
+    return [*whole, (len(whole) * stride_bytes, LOW_BYTES if _short_form(record) else ITEM_BYTES)]
 
 
-def _parameters_in(
-    pieces: Sequence[PieceEntry], vectors: Sequence[tuple[int, int]], begin: int, end: int
-) -> tuple[str, ...]:
-    """Parameters with items in a range of bytes; all of them where it is the tail of a short record."""
+def _parameters_in(pieces: Sequence[PieceEntry], vectors: Sequence[tuple[int, int]], begin: int, end: int) -> list[str]:
+    """Parameters with items in a range of bytes; none where it is padding."""
     found: dict[str, None] = {}
     for offset, item_bytes in vectors:
         first, last = (begin - offset) // item_bytes, -(-(end - offset) // item_bytes)
-        found |= {piece.name: None for piece in pieces if piece.begin < last and first < piece.begin + piece.numel}
-    return tuple(found) or tuple(piece.name for piece in pieces)
+        inside = (piece for piece in pieces if max(first, piece.begin) < min(last, piece.begin + piece.numel))
+        found |= {piece.name: None for piece in inside}
+    return list(found)
 
 
 def _file_fault(folder: Path, name: str, extents: Sequence[Extent]) -> Fault | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 NUM_LINES = 10
@@ -49,5 +50,5 @@ class Bar:
         if self._lines and tenths != self._told:
             self._told = tenths
             if tenths:
-                text = f"{self._what}: {self._done_bytes / 1e9:.2f} of {all_bytes / 1e9:.2f} GB"
+                text = f"{self._what}: {100 * tenths // NUM_LINES} % of {decimal(all_bytes)}"
                 self._console.print(text, highlight=False, soft_wrap=True)

@@ -42,6 +42,7 @@ Examples:
 TYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 SHOWN_FAULTS = 20
 SHOWN_NAMES = 5
+WIDTH = 120
 
 
 @click.group()
@@ -71,15 +72,16 @@ def list_(directory: Path, as_json: bool) -> None:
 
 def _show_list(found: Listing) -> None:
     from rich.console import Console
+    from rich.filesize import decimal
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("tag", "step", "saved", "ranks", "parameters", "GB", "state"):
-        table.add_column(name, justify="left" if name in ("tag", "saved", "state") else "right")
+    for name in ("tag", "step", "saved", "ranks", "parameters", "size", "state"):
+        table.add_column(name, justify="left" if name in ("tag", "saved", "state") else "right", no_wrap=True)
     for each in found.checkpoints:
-        table.add_row(*_row(each, found.latest))
+        table.add_row(*_row(each, found.latest, decimal(each.nbytes)))
     if found.checkpoints:
-        Console(color_system=None, soft_wrap=True).print(table)
+        Console(color_system=None, width=None if sys.stdout.isatty() else WIDTH).print(table)
     for each in found.checkpoints:
         if each.why:
             click.echo(f"{each.tag}: {each.why}")
@@ -89,10 +91,10 @@ def _show_list(found: Listing) -> None:
         click.echo("there is no checkpoint to load")
 
 
-def _row(each: Listed, latest: str | None) -> Sequence[str]:
+def _row(each: Listed, latest: str | None, size: str) -> Sequence[str]:
     counts = ["" if count is None else f"{count:,}" for count in (each.step, each.num_ranks, each.num_parameters)]
     state = f"{each.state}, latest" if each.tag == latest else each.state
-    return each.tag, counts[0], each.created or "", counts[1], counts[2], f"{each.nbytes / 1e9:.2f}", state
+    return each.tag, counts[0], each.created or "", counts[1], counts[2], size, state
 
 
 # ---- verify ---------------------------------------------------------------------------------
