@@ -9,7 +9,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import tempfile
 import threading
 import time
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from pathlib import Path
 import click
 
 from mlpo_hpc.state.cache import Buffer
+from mlpo_hpc.storage.folder import private_folder
 from mlpo_hpc.storage.lane import Job, Lane
 from mlpo_hpc.storage.posix import open_raw
 from mlpo_hpc.storage.tier import StorageTier
@@ -78,7 +78,7 @@ def main(directory: str, size_gb: float, rounds: int) -> None:
     nbytes = num_chunks * CHUNK_BYTES
     found: dict[str, object] = {}
     with ExitStack() as endings:
-        path = Path(endings.enter_context(tempfile.TemporaryDirectory(prefix="mlpo-bench-", dir=directory))) / "fio"
+        path = Path(endings.enter_context(private_folder(directory))) / "fio"
         tier = StorageTier("disk", open_raw(directory, CHUNK_BYTES, num_chunks))
         endings.callback(tier.close)
         stream = Stream(num_chunks)

@@ -29,6 +29,7 @@ from mlpo_hpc.state.layout import lay_out
 from mlpo_hpc.state.pipeline import Pipeline
 from mlpo_hpc.state.placement import Adaptive
 from mlpo_hpc.state.table import Record, Table
+from mlpo_hpc.storage.folder import private_folder
 from mlpo_hpc.storage.posix import open_raw
 from mlpo_hpc.storage.tier import StorageTier
 
@@ -155,7 +156,7 @@ def main(directories: tuple[str, ...], testbed: dict[str, int] | None, slow: str
     with ExitStack() as disks:
         made: dict[str, CappedDisk] = {}
         if caps:
-            folder = Path(disks.enter_context(tempfile.TemporaryDirectory(prefix="mlpo-testbed-")))
+            folder = Path(disks.enter_context(private_folder(tempfile.gettempdir())))
             made = disks.enter_context(capped_disks(folder, caps, dict.fromkeys(caps, 2 * state_bytes)))
         laid_out = [BenchTier(name, str(disk.path)) for name, disk in made.items()]
         tiers = [measure_tier(tier, PLAIN_S) for tier in laid_out or read_tiers(directories, None)]

@@ -21,6 +21,7 @@ from mlpo_hpc.bench.result import Outcome, Sample, losses_differ, merge
 from mlpo_hpc.bench.room import require_memory, require_space
 from mlpo_hpc.bench.systems import STOCK, Swap, ds_config, swaps_to_try, tiers_of
 from mlpo_hpc.errors import ConfigError
+from mlpo_hpc.storage.folder import private_folder
 
 COUNTED_A_TURN = 2
 SETTLING = 1
@@ -95,10 +96,9 @@ class Session:
     def _scratch(self) -> Iterator[None]:
         """A folder on each tier, and one for logs."""
         with ExitStack() as folders:
-            self._logs = Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="mlpo-bench-")))
+            self._logs = Path(folders.enter_context(private_folder(tempfile.gettempdir())))
             self._folders = [
-                Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="mlpo-bench-", dir=tier.dir)))
-                for tier in self._outcome.conditions.tiers
+                Path(folders.enter_context(private_folder(tier.dir))) for tier in self._outcome.conditions.tiers
             ]
             yield
 

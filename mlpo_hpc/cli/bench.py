@@ -206,6 +206,7 @@ def _laid_out(conditions: Conditions, systems: tuple[str, ...], caps: dict[str, 
     """With a directory for each tier."""
     from mlpo_hpc.bench.room import tier_bytes
     from mlpo_hpc.bench.testbed import capped_disks
+    from mlpo_hpc.storage.folder import private_folder
 
     if caps is None:
         yield conditions
@@ -214,7 +215,7 @@ def _laid_out(conditions: Conditions, systems: tuple[str, ...], caps: dict[str, 
         name: int(DISK_SLACK * needed) + DISK_SLACK_BYTES for name, needed in tier_bytes(conditions, systems).items()
     }
     with (
-        tempfile.TemporaryDirectory(prefix="mlpo-testbed-") as folder,
+        private_folder(tempfile.gettempdir()) as folder,
         capped_disks(Path(folder), caps, sizes) as disks,
     ):
         tiers = tuple(dataclasses.replace(tier, dir=str(disks[tier.name].path)) for tier in conditions.tiers)

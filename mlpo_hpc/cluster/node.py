@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -80,29 +76,6 @@ def _warn_of_containers(everyone: list[tuple[str, str]]) -> None:
 def gather_on_node(node: Node, value: T) -> list[T]:
     """Collective over the training world. The values of this node's ranks, by node rank."""
     return [theirs for key, theirs in gather((node.key, value)) if key == node.key]
-
-
-@contextmanager
-def common_folder(node: Node) -> Iterator[Path | None]:
-    """Collective over the training world. A private folder for a moment, seen by all ranks of the node.
-
-    Yields
-    ------
-    Path or None
-        None on all ranks of the job if those of one node do not see the same files (containers).
-    """
-    with ExitStack() as made:
-        mine = together(lambda: _make_folder(made) if node.node_rank == 0 else None)
-        folder = next(path for path in gather_on_node(node, mine) if path is not None)
-        yield folder if all(gather(folder.is_dir())) else None
-
-
-def _make_folder(endings: ExitStack) -> Path:
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = tempfile.mkdtemp(prefix="mlpo_hpc-", dir=base)
-    # On NFS a file that is open still has a name: failing for that on one rank would leave the others waiting.
-    endings.callback(lambda: shutil.rmtree(folder, ignore_errors=True))
-    return Path(folder)
 
 
 def start_mpi(expected_size: int | None = None) -> MPI.Intracomm:

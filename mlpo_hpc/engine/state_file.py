@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -18,6 +18,7 @@ from mlpo_hpc.engine.update import MASTER
 from mlpo_hpc.errors import ConfigError, MpiMismatch, here, storage_error
 from mlpo_hpc.storage.bulk import Box, OffsetFile, Parameter, SlabFile, boxes, create
 from mlpo_hpc.storage.contents import Contents, Piece
+from mlpo_hpc.storage.folder import private_folder
 from mlpo_hpc.storage.hdf5 import has_parallel_hdf5
 
 if TYPE_CHECKING:
@@ -61,18 +62,19 @@ class StateFile:
         """
         everyone = gather((self._contents, self._all_scalars()))
         parameters = _parameters(everyone)
-        comm, unfinished = self._world_comm(), f"{path}.partial"
-        makes = comm is not None or self._node.world_rank == 0
+        comm, first = self._world_comm(), self._node.world_rank == 0
+        makes = comm is not None or first
         with ExitStack() as endings:
-            if self._node.world_rank == 0:
-                endings.callback(_remove, unfinished)
+            beside = private_folder(os.path.dirname(os.path.abspath(path)))
+            folder = together(lambda: endings.enter_context(beside) if first else "", SAVING)
+            unfinished = os.path.join(gather(folder)[0], os.path.basename(path))
             self._at_rest(lambda: create(unfinished, parameters, comm) if makes else None, SAVING)
             file = self._at_rest(
                 lambda: SlabFile(unfinished, True, comm, collective) if comm else OffsetFile(unfinished), SAVING
             )
             failure = self._move_all(file.write, parameters, [contents for contents, _ in everyone], collective, False)
             self._at_rest(lambda: _close(file, failure), SAVING)
-            together(lambda: _rename(unfinished, path) if self._node.world_rank == 0 else None, SAVING)
+            together(lambda: _rename(unfinished, path) if first else None, SAVING)
 
     def load_hdf5(self, path: str, collective: bool = False) -> None:
         """Collective over the training world. Load what `save_hdf5` saved, on any number of ranks.
@@ -270,11 +272,6 @@ def _close(file: SlabFile | OffsetFile, failure: Exception | None) -> None:
     _, later = _caught(file.close)
     if failure or later:
         raise failure or later  # type: ignore[misc]
-
-
-def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _rename(unfinished: str, path: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,6 +10,7 @@ from dataclasses import replace
 from mlpo_hpc.cluster.node import Node
 from mlpo_hpc.cluster.verdict import gather, raise_together, together
 from mlpo_hpc.errors import ConfigError, here, storage_error
+from mlpo_hpc.storage.owner import new_name
 from mlpo_hpc.storage.place import Place
 from mlpo_hpc.telemetry.log import say, warn
 
@@ -18,7 +18,7 @@ from mlpo_hpc.telemetry.log import say, warn
 def look_across(places: Sequence[Place], node: Node) -> list[Place]:
     """Collective over the training world. The places, with `shared` as it really is.
 
-    The first rank of the first node writes a randomly named file in each directory and the other nodes look for
+    The first rank of the first node writes a file of a name of its own in each directory and the other nodes look for
     it: device numbers prove nothing, for local drives have the same ones everywhere. One node has nothing to
     find out.
 
@@ -40,8 +40,9 @@ def look_across(places: Sequence[Place], node: Node) -> list[Place]:
 
 
 def _mark(place: Place, files: ExitStack) -> str:
+    path = os.path.join(place.path, new_name())
     try:
-        fd, path = tempfile.mkstemp(prefix=".mlpo_hpc-", dir=place.path)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise storage_error("writing a file to be seen by the other nodes", place.path, error) from error
     os.close(fd)

@@ -7,13 +7,13 @@ import ctypes
 import errno
 import mmap
 import os
-import uuid
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from mlpo_hpc.errors import CorruptState, StorageError, here, storage_error
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, FileContainer, Transport
+from mlpo_hpc.storage.owner import new_name
 from mlpo_hpc.telemetry.log import say
 
 MAX_CALL_BYTES = 2**30  # Linux moves at most 0x7ffff000 bytes a call, some file systems fewer
@@ -240,7 +240,7 @@ def _open_unnamed(directory: str, extra_flags: int) -> int:
     except OSError as error:
         if error.errno not in NO_UNNAMED_FILES or not os.path.isdir(directory):
             raise
-    path = os.path.join(directory, f".mlpo_hpc-{uuid.uuid4().hex}")
+    path = os.path.join(directory, new_name())
     fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink(path)
     return fd

@@ -5,8 +5,6 @@ Each writer has a file of its own, as state files have; with the ranks of a job 
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlpo_hpc.cluster.crowd import Ranks, each
-from mlpo_hpc.errors import StorageError, storage_error
+from mlpo_hpc.errors import StorageError
+from mlpo_hpc.storage.folder import private_folder
 from mlpo_hpc.storage.probe import Probe, open_probe
 from mlpo_hpc.storage.striping import Component, StripeLayout, set_layout
 
@@ -94,16 +93,10 @@ def try_layout(
 
 @contextmanager
 def _folder(directory: str, layout: StripeLayout | None) -> Iterator[str]:
-    try:
-        path = tempfile.mkdtemp(prefix="mlpo_hpc-tune-", dir=directory)
-    except OSError as error:
-        raise storage_error("making a folder to measure in", directory, error) from error
-    try:
+    with private_folder(directory) as path:
         if layout is not None:
             set_layout(path, layout)
         yield path
-    finally:
-        shutil.rmtree(path)
 
 
 def _open(folder: str, num_writers: int, room_bytes: int, endings: ExitStack) -> list[Probe]:

@@ -6,9 +6,10 @@ from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from mlpo_hpc.cluster.node import Node, common_folder, gather_on_node
+from mlpo_hpc.cluster.node import Node, gather_on_node
 from mlpo_hpc.cluster.verdict import gather, raise_together, together
 from mlpo_hpc.errors import ConfigError
+from mlpo_hpc.storage.folder import common_folder
 from mlpo_hpc.tokens.base import FreeToken, Token
 from mlpo_hpc.tokens.local import local_token
 from mlpo_hpc.tokens.process import Process

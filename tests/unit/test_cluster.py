@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from mlpo_hpc.cluster import launch, memory, network, node
 from mlpo_hpc.cluster.cores import fair_cores, thread_advice
 from mlpo_hpc.cluster.memory import _cgroup_headrooms
 from mlpo_hpc.errors import ConfigError, MpiMismatch
+from mlpo_hpc.storage import folder
 from mlpo_hpc.tokens import open as tokens_open
 from tests.ranks import ROOT
 
@@ -257,15 +257,16 @@ def test_ranks_that_do_not_see_each_other_s_files_take_no_turns(monkeypatch, tmp
 
     def gather(value):
         if isinstance(value, tuple):  # who is on which node, and what it made
-            folder = isinstance(value[1], Path)
-            made.extend([value[1]] * folder)
-            return [value, (mine.key, None if folder else value[1])]
+            is_folder = isinstance(value[1], str)
+            made.extend([value[1]] * is_folder)
+            return [value, (mine.key, None if is_folder else value[1])]
         return [value, False if value is True else value]
 
     monkeypatch.setattr(node, "gather", gather)
+    monkeypatch.setattr(folder, "gather", gather)
     monkeypatch.setattr(tokens_open, "gather", gather)
     assert tokens_open.pick_backend(mine) == ("off", tokens_open.CONTAINERS)
-    assert not made[0].exists(), "nothing is left"
+    assert not os.path.exists(made[0]), "nothing is left"
     with ExitStack() as endings, pytest.raises(ConfigError, match=r"'flock' cannot work.*Use 'off'"):
         tokens_open.open_tokens("flock", [tokens_open.Resource("k", "nvme", 1)], mine, 60, endings)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import itertools
 import os
@@ -21,7 +20,6 @@ from mlpo_hpc.config import load
 from mlpo_hpc.errors import ConfigError, CorruptState, StorageError, TierFull
 from mlpo_hpc.state import node_file
 from mlpo_hpc.state.node_file import Slots
-from mlpo_hpc.storage import folder
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, Transport
 from mlpo_hpc.storage.contents import Contents, Piece, RecordForm
 from mlpo_hpc.storage.hdf5 import Extent, Share, lay_out, open_for_reading
@@ -277,48 +275,6 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, monkeypatch, fails):
         pass
     assert [path.name for path in tmp_path.iterdir() if "mlpo" in path.name] == []
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_leftovers_of_the_dead_go_and_nothing_else_does(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(folder.socket, "gethostname", lambda: "n1")
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    me, here = folder.start_ticks(os.getpid()), folder.machine_id()[:8]
-    names = {
-        f".mlpo_hpc-n1-{here}-{dead.pid}-5-0": False,  # ours, dead, old
-        f".mlpo_hpc-n1-{here}-{dead.pid}-5-1": True,  # young
-        f".mlpo_hpc-n1-{here}-{os.getpid()}-{me}-0": True,  # alive
-        f".mlpo_hpc-n2-{here}-{dead.pid}-5-0": True,  # of another host
-        f".mlpo_hpc-n1-12345678-{dead.pid}-5-0": True,  # of another machine of this name
-        f"pfs-job1.0-n1-{dead.pid}.0.h5": True,  # kept
-        "mlpo_hpc": True,
-    }
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "state.h5").write_text("")
-        if not name.endswith("-5-1"):
-            os.utime(tmp_path / name, (1, 1))
-    with folder.private_folder(str(tmp_path)) as mine:
-        assert os.path.isdir(mine)
-    assert {name: (tmp_path / name).exists() for name in names} == names
-    assert "left behind" in caplog.text
-
-
-def test_a_folder_that_goes_while_it_is_looked_at_is_no_fault(tmp_path):
-    """Another rank is done with its own just then."""
-    (tmp_path / f".mlpo_hpc-{folder.socket.gethostname()}-{folder.machine_id()[:8]}-1-5-0").mkdir()
-    real = os.scandir
-
-    def scan(path):
-        entries = list(real(path))
-        for entry in entries:
-            os.rmdir(entry.path)
-        return contextlib.nullcontext(entries)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "scandir", scan)
-        with folder.private_folder(str(tmp_path)) as mine:
-            assert os.path.isdir(mine)
 
 
 def test_what_fails_after_a_file_was_named_takes_it_away(tmp_path, monkeypatch):

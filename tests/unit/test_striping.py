@@ -309,7 +309,7 @@ def test_tuning_tries_layouts_in_folders_of_their_own_and_leaves_nothing(lfs, tm
     assert found["writers"] == 2
     folders = [line.split()[-1] for line in calls(lfs) if line.startswith("setstripe")]
     assert len(set(folders)) == len(folders) == 5
-    assert all(folder.startswith(f"{tmp_path}/run/mlpo_hpc-tune-") for folder in folders)
+    assert all(folder.startswith(f"{tmp_path}/run/.mlpo_hpc-") for folder in folders)
     assert list((tmp_path / "run").iterdir()) == []
 
 
