@@ -7,6 +7,7 @@ import click
 from mlpo_hpc import __version__
 from mlpo_hpc.cli.bench import bench
 from mlpo_hpc.cli.ckpt import ckpt
+from mlpo_hpc.cli.clean import clean
 from mlpo_hpc.cli.doctor import doctor
 from mlpo_hpc.cli.plan import plan
 from mlpo_hpc.cli.probe import probe
@@ -22,6 +23,7 @@ def main() -> None:
 main.add_command(bench)
 main.add_command(ckpt)
 main.add_command(plan)
+main.add_command(clean)
 main.add_command(doctor)
 main.add_command(probe)
 main.add_command(stripe)

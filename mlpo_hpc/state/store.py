@@ -22,7 +22,7 @@ from mlpo_hpc.state.pipeline import Pipeline
 from mlpo_hpc.state.placement import Adaptive, Placement
 from mlpo_hpc.state.sharing import Sharing, share_tiers
 from mlpo_hpc.state.table import Record, Table
-from mlpo_hpc.state.tiers import lock_directories, rooms_bytes, stripe_directories
+from mlpo_hpc.state.tiers import lock_directories, remove_leftovers, rooms_bytes, stripe_directories
 from mlpo_hpc.state.visibility import look_across
 from mlpo_hpc.storage.base import round_up
 from mlpo_hpc.storage.contents import Contents
@@ -148,6 +148,7 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
     with ExitStack() as resources:
         places = look_across(together(lambda: find_places(config)), node)
         lock_directories(places, node, resources)
+        remove_leftovers(places, node)
         together(lambda: find_site(os.environ))  # a wrong MLPO_HPC_SITE is an error for all
         creation_hints = stripe_directories(places, node)
         share = share_bytes(config, node, needs.later_bytes)

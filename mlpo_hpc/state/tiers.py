@@ -1,20 +1,26 @@
-"""What is done to the places of the configuration before files are made there: locks, striping, room."""
+"""What is done to the places of the configuration before files are made there: locks, leftovers, striping, room."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from mlpo_hpc.cluster.job import Slurm
 from mlpo_hpc.cluster.node import Node
 from mlpo_hpc.cluster.sites import find_site
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.errors import StorageError, storage_error
+from mlpo_hpc.storage.leftovers import Rule, clean
 from mlpo_hpc.storage.lock import DirectoryLock
 from mlpo_hpc.storage.place import Place
 from mlpo_hpc.storage.striping import has_lfs, set_layout, wanted_layout
 from mlpo_hpc.telemetry.log import logger
+
+CLEANING_S = 30.0
+"""After which a start leaves the rest of what dead jobs left in a directory."""
 
 
 def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) -> None:
@@ -25,22 +31,51 @@ def lock_directories(places: Sequence[Place], node: Node, resources: ExitStack) 
     StorageError
         If another job uses one of them.
     """
-    wanted = [place for place in places if not place.ours]
-    mine = together(lambda: [place.directory_key(node.key) for place in wanted])
-    everyone = gather(mine)
-    taken = {key for rank, keys in enumerate(everyone) if rank < node.world_rank for key in keys}
+    mine = _taken_care_of([place for place in places if not place.ours], node)
 
     def lock() -> None:
-        for place, key in zip(wanted, mine, strict=True):
-            if key in taken:
-                continue
-            taken.add(key)
+        for place in mine:
             try:
                 resources.callback(DirectoryLock(place.path).close)
             except OSError as error:
                 raise storage_error("locking the tier directory", place.path, error) from error
 
     together(lock)
+
+
+def _taken_care_of(places: Sequence[Place], node: Node) -> list[Place]:
+    """Collective over the training world. Those whose directory no lower rank uses, each directory once."""
+    mine = together(lambda: [place.directory_key(node.key) for place in places])
+    taken = {key for keys in gather(mine)[: node.world_rank] for key in keys}
+    firsts = dict(zip(reversed(mine), reversed(places), strict=True))
+    return [place for key, place in firsts.items() if key not in taken]
+
+
+def remove_leftovers(places: Sequence[Place], node: Node) -> None:
+    """Collective over the training world. Remove what dead jobs left in the directories, by one rank of each.
+
+    Only what is certain goes, and nothing that fails here keeps a job from starting: the log tells.
+    """
+    slurm = Slurm(os.environ)
+    for place in _taken_care_of(places, node):
+        # Of what was left on its own drives a node knows without asking; thousands would ask at once.
+        _clean(place, Rule(slurm if place.shared else None))
+
+
+def _clean(place: Place, rule: Rule) -> None:
+    name, deadline, stays = place.tier.name, time.monotonic() + CLEANING_S, 0
+    try:
+        for found in clean(place.path, rule):
+            stays += found.outcome in ("unknown", "failed")
+            if found.outcome == "removed":
+                logger.info("tier %s: removed %s, left by %s: %s", name, found.path, found.owner, found.reason)
+            if time.monotonic() > deadline:
+                logger.warning("tier %s: removing leftovers takes long: the rest is for 'mlpo clean'", name)
+                break
+    except StorageError as error:
+        logger.warning("tier %s: %s", name, error)
+    if stays:
+        logger.warning("tier %s: %d leftovers stay, see 'mlpo clean --dry-run %s'", name, stays, place.path)
 
 
 def stripe_directories(places: Sequence[Place], node: Node) -> dict[str, dict[str, str]]:
