@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -69,6 +70,21 @@ def test_kill_9_leaves_nothing(tmp_path, dirs):
     process.kill()
     process.wait()
     assert [*(tmp_path / "nvme").iterdir(), *(tmp_path / "pfs").iterdir()] == []
+
+
+def test_what_kill_9_leaves_while_files_are_laid_out_the_next_start_removes(tmp_path, dirs):
+    tiers = [{"name": "pfs", "dir": dirs[1], "container": "hdf5", "read_bps": 1e8, "write_bps": 1e8}]
+    section, job = {"tiers": tiers}, {"SLURM_JOB_ID": "17", "SLURM_CLUSTER_NAME": "bed"}
+    killed = launch("killed_while_laid_out", 2, tmp_path, dirs=dirs, section=section, env=job)
+    assert killed[0].code == -signal.SIGKILL, killed[0].text[-3000:]
+    assert not (tmp_path / "out.1").exists(), "the other rank does not go on"
+    (left,) = (tmp_path / "pfs").iterdir()
+    assert "-slurm.bed.17.0-" in left.name
+    env = {**job, "SLURM_RESTART_COUNT": "1"}
+    outcomes = launch("leave_without_destroy", 2, tmp_path, dirs=dirs, section=section, env=env)
+    assert all(outcome.finished(tmp_path / f"out.{rank}") for rank, outcome in enumerate(outcomes))
+    assert f"removed {left}, left by job 17 of cluster bed, restart 0, process" in outcomes[0].text
+    assert list((tmp_path / "pfs").iterdir()) == []
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -286,7 +302,8 @@ def test_whole_state_in_one_hdf5_file_on_any_number_of_ranks(tmp_path, dirs):
         assert rank["again"] == rank["went_on"]
         assert "is of another model or optimizer: parameters that are here only" in rank["said"][0]
         assert "5.bias, 5.weight" in rank["said"][0]
-        assert "creating a state file failed: ENOENT" in rank["said"][1]
+        assert "the state was not saved" in rank["said"][1]
+        assert "failed: ENOENT" in rank["said"][1]
         assert rank["same"], "nothing is changed by what is refused"
     assert sorted(path.name for path in (tmp_path / "files").iterdir()) == ["whole.h5", "whole.h5.other"]
     (alone,) = run("whole_state", 1, tmp_path, saves=False, **args)

@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -31,6 +32,7 @@ from deepspeed.utils import (
 )
 
 import mlpo_hpc
+from mlpo_hpc.state import node_file
 from mlpo_hpc.storage.base import FileContainer
 
 Args = dict[str, Any]
@@ -141,6 +143,14 @@ def leave_without_destroy(args: Args) -> Args:
     """Nothing is called at the end: the interpreter's exit must clean up."""
     train(start(args), 2)
     return {"done": True}
+
+
+def killed_while_laid_out(args: Args) -> Args:
+    """The first rank is killed in the moment in which its node's file has a name."""
+    first = os.environ["RANK"] == "0"
+    with patch.object(node_file, "_settle", lambda *_: os.kill(os.getpid(), signal.SIGKILL if first else 0)):
+        start(args)
+    return {"survived": True}
 
 
 def debug_api(args: Args) -> Args:
