@@ -43,7 +43,9 @@ def _seconds(_: click.Context, __: click.Parameter, text: str | None) -> float:
     "--older-than", "older_than_s", callback=_seconds, metavar="AGE", help="Keep what is younger, such as 1d."
 )
 @click.option(
-    "--unknown", is_flag=True, help="Also remove what nobody can tell of whether it is in use. You must know."
+    "--unknown",
+    is_flag=True,
+    help="Also remove what nobody can be asked about; that it is not in use is for you to know.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def clean(directories: tuple[str, ...], dry_run: bool, older_than_s: float, unknown: bool, as_json: bool) -> None:
