@@ -7,10 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.ranks import ROOT
-from tests.slurm import bed as slurm
 
 LEFT = """#!/bin/sh
 #SBATCH --nodelist=n1 --output={out}
@@ -25,15 +22,6 @@ echo killed
 exec sleep 300
 """
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def bed():
-    reason = slurm.missing()
-    if reason:
-        pytest.skip(reason)
-    with slurm.slurm_bed() as running:
-        yield running
 
 
 def clean(bed, *options):
