@@ -186,6 +186,9 @@ class Checkpoint(Section):
     format: Literal["mlpo_hpc", "deepspeed"] = "mlpo_hpc"
     """``mlpo_hpc``: our own, committed at once and loaded on any number of ranks; ``deepspeed``: that of stock ZeRO-3,
     to go back to it. Both are loaded, whichever is set."""
+    commit: Literal["wait", "background"] = "wait"
+    """Whether `save_checkpoint` returns when the checkpoint is committed, or at once while it is written beside
+    training: ``engine.checkpoint_committed(tag)`` tells. In the format of stock ZeRO-3 it always waits."""
 
 
 class Telemetry(Section):

@@ -20,7 +20,9 @@ MAX_MANIFEST_BYTES = 2**30
 BLOCK_BYTES = 2**22
 CHECKSUM = re.compile(rb'\{"checksum": "([0-9a-f]{16})", ')
 """How a manifest begins; the checksum is of all bytes that follow."""
-OURS = re.compile(r"(state|tensors|shard)-\d{5,}-[0-9a-f]{8}\.(bin|safetensors|json)|manifest\.json\.partial")
+OURS = re.compile(
+    r"(state|tensors|shard|failed)-\d{5,}-[0-9a-f]{8}\.(bin|safetensors|json)(\.partial)?|manifest\.json\.partial"
+)
 
 
 def open_file(path: Path) -> int:

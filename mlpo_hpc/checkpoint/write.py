@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from mlpo_hpc.checkpoint.folder import encode, file_checksum, sync_file, write_whole
+from mlpo_hpc.checkpoint.folder import encode, file_checksum, replace_whole, sync_file
 from mlpo_hpc.checkpoint.manifest import Chunk, FileEntry, PieceEntry, RecordEntry, Shard
 from mlpo_hpc.errors import storage_error
+from mlpo_hpc.storage.pace import Pace
 from mlpo_hpc.storage.posix import drop_pages, write_out
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class ShardWriter:
         Whose shard.
     unique : str
         A part of the files' names, of this attempt alone: what an earlier one left is not touched.
+    pace : Pace, optional
+        How it goes on beside other traffic.
 
     Raises
     ------
@@ -42,8 +45,9 @@ class ShardWriter:
         Of this and all methods: if something cannot be written; `TierFull` if there is no room.
     """
 
-    def __init__(self, folder: Path, rank: int, unique: str) -> None:
+    def __init__(self, folder: Path, rank: int, unique: str, pace: Pace | None = None) -> None:
         self._folder, self._rank = folder, rank
+        self.pace = pace or Pace()
         self._names = {kind: f"{kind}-{rank:05d}-{unique}" for kind in ("state", "tensors", "shard")}
         self._path = folder / f"{self._names['state']}.bin"
         self._offset = self._synced = 0
@@ -58,16 +62,21 @@ class ShardWriter:
         return tuple(self._append(piece) for piece in pieces)
 
     def _append(self, piece: memoryview) -> Chunk:
-        offset, done = self._offset, 0
+        offset = self._offset
+        with self.pace.moving():
+            self._write(piece)
+            if self._offset - self._synced >= DIRTY_BYTES or not self.pace.is_free:
+                self._drop()
+        return Chunk(file=self._path.name, offset=offset, nbytes=len(piece), checksum=xxhash.xxh3_64_hexdigest(piece))
+
+    def _write(self, piece: memoryview) -> None:
+        done = 0
         while done < len(piece):
             try:
-                done += os.pwrite(self._fd, piece[done:], offset + done)
+                done += os.pwrite(self._fd, piece[done:], self._offset + done)
             except OSError as error:
                 raise storage_error("writing the checkpoint", str(self._path), error) from error
         self._offset += len(piece)
-        if self._offset - self._synced >= DIRTY_BYTES:
-            self._drop()
-        return Chunk(file=self._path.name, offset=offset, nbytes=len(piece), checksum=xxhash.xxh3_64_hexdigest(piece))
 
     def _drop(self) -> None:
         """Pages of the page cache would be host memory outside the budget."""
@@ -83,7 +92,10 @@ class ShardWriter:
         tensors: Mapping[str, torch.Tensor],
         rng: Mapping[str, Any],
     ) -> FileEntry:
-        """Write the rest; what the manifest says of this shard. All of it is on the device then."""
+        """Write the rest; what the manifest says of this shard. All of it is on the device then.
+
+        The shard itself appears last, by a rename: whoever sees it may rely on it.
+        """
         from safetensors.torch import save_file
 
         path = self._folder / f"{self._names['tensors']}.safetensors"
@@ -99,7 +111,7 @@ class ShardWriter:
         shard = Shard(rank=self._rank, records=tuple(records), pieces=tuple(pieces), tensors=entry, rng=dict(rng))
         data = encode(shard)
         name = f"{self._names['shard']}.json"
-        write_whole(self._folder / name, data)
+        replace_whole(self._folder / name, data)
         return FileEntry(file=name, nbytes=len(data), checksum=xxhash.xxh3_64_hexdigest(data))
 
     def close(self) -> None:

@@ -291,10 +291,13 @@ def _figures(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _own_checkpoints(engine: Any) -> None:
     """Save and load in our own format; a mixture of experts has parts in files of DeepSpeed's alone."""
-    from mlpo_hpc.engine.checkpointing import Checkpointing
+    from mlpo_hpc.engine.loading import Loading
+    from mlpo_hpc.engine.saving import Saving
 
     if not engine.has_moe_layers:
-        Checkpointing(engine)
+        saving = Saving(engine)
+        engine.save_checkpoint, engine.checkpoint_committed = saving.save, saving.committed
+        engine.load_checkpoint = Loading(engine, saving).load
 
 
 def _map_checkpoints(engine: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,23 +11,32 @@ import torch
 
 from mlpo_hpc.checkpoint.manifest import PieceEntry, RecordEntry
 from mlpo_hpc.checkpoint.read import Reader
+from mlpo_hpc.checkpoint.save import Outline, Save
 from mlpo_hpc.checkpoint.write import ShardWriter
+from mlpo_hpc.cluster.memory import SPARE_FACTOR, available_bytes
 from mlpo_hpc.engine.update import MASTER, set_group
 from mlpo_hpc.errors import ConfigError, here
 from mlpo_hpc.storage.contents import Contents, Piece
+from mlpo_hpc.storage.pace import Pace
 
 if TYPE_CHECKING:
+    from mlpo_hpc.cluster.node import Node
     from mlpo_hpc.engine.records import Opened
     from mlpo_hpc.engine.update import BoundState
     from mlpo_hpc.state.store import Store
 
+WEIGHT_BYTES = 4
+"""Of a 16-bit weight at most: with fp32 there are such models."""
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 class OwnCheckpoint:
     """The part of `OffloadStage3` that saves and loads state in our own format; nothing in it is collective."""
 
+    _node: Node
     _store: Store
+    _opened: dict[int, Opened]
+    _give_back: Callable[..., None]
     _state: BoundState
     _contents: Contents
     _next_order: Callable[[], list[int]]
@@ -37,37 +47,69 @@ class OwnCheckpoint:
 
     # ---- saving -----------------------------------------------------------------------------
 
-    def save_records(self, writer: ShardWriter) -> tuple[list[RecordEntry], list[PieceEntry]]:
-        """Write all records and the 16-bit weights of this rank; what says where they are."""
-        entries: dict[int, RecordEntry] = {}
-        for subgroup in self._next_order():  # what the next step begins with is in host memory
-            pipeline = self._store.pipeline
-            opened = self._state.records.open(subgroup, pipeline.get(subgroup), pipeline.resize)
-            try:
-                entries[subgroup] = self._save(subgroup, opened, writer)
-            finally:
-                pipeline.put(subgroup, opened.altered)
-        pieces = [PieceEntry(**vars(piece)) for piece in self._contents.pieces]
-        return [entries[subgroup] for subgroup in range(len(entries))], pieces
+    def begin_save(self, folder: Path, rank: int, unique: str, small: Mapping[str, Any], background: bool) -> Save:
+        """Seal the state as it is now, for a shard that `Save.run` writes.
 
-    def _save(self, subgroup: int, opened: Opened, writer: ShardWriter) -> RecordEntry:
-        for part in opened.parts if opened.changed else ():
-            opened.vectors(part)
-            opened.encode(part)
-        opened.close(changed=bool(opened.changed))
-        form, spec = self._state.records.form(subgroup), self._state.specs[subgroup]
-        weights = opened.weights.cpu().contiguous().view(torch.uint8).numpy()
-        scalars = self._state.scalars(subgroup)
+        Parameters
+        ----------
+        folder, rank, unique
+            See `ShardWriter`.
+        small : mapping
+            The tensors and generators of an `Outline`.
+        background : bool
+            Whether training goes on meanwhile.
+        """
+        for left in list(self._opened):  # by a debug call
+            self._give_back(left, dirty=True)
+        self._take_over_changes()
+        tiers, numels = self._store.pipeline.tiers, self._state.numels
+        lanes = self._store.lanes_of_device(folder) if background else []
+        writer = ShardWriter(folder, rank, unique, Pace(lanes))
+        try:
+            seal = self._store.pipeline.seal(write_back=background)
+            records = [self._outline(subgroup, seal.sizes[subgroup]) for subgroup in range(len(numels))]
+            pieces = [PieceEntry(**vars(piece)) for piece in self._contents.pieces]
+            outline = Outline(records, pieces, self._next_order(), **small)
+            paces = [Pace([tier.reads] if background else []) for tier in tiers]
+            copies = background and self._can_copy(sum(numels) * WEIGHT_BYTES + sum(map(len, seal.memory.values())))
+            return Save(writer, outline, seal, self._weights_of, tiers, paces, copies)
+        except BaseException:
+            writer.remove()
+            raise
+
+    def _take_over_changes(self) -> None:
+        """16-bit weights that others changed become master weights now: the two must fit in a checkpoint."""
+        pipeline, records = self._store.pipeline, self._state.records
+        for subgroup in self._next_order():
+            if records.were_changed(subgroup):
+                opened = records.open(subgroup, pipeline.get(subgroup), pipeline.resize)
+                for part in opened.parts:
+                    opened.vectors(part)
+                    opened.encode(part)
+                opened.close()
+                pipeline.put(subgroup)
+
+    def _outline(self, subgroup: int, nbytes: int) -> RecordEntry:
+        form, scalars = self._state.records.form(subgroup), self._state.scalars(subgroup)
         return RecordEntry(
             numel=self._state.numels[subgroup],
-            vectors=spec.vectors,
+            vectors=self._state.specs[subgroup].vectors,
             pieces=form.pieces if form is not None else (),
             split=form is not None,
-            nbytes=len(opened.record),
-            chunks=writer.add(opened.record),
-            weights=writer.add(weights.data),
+            nbytes=nbytes,
+            chunks=(),
+            weights=(),
             scalars=None if scalars is None else {key: float(value) for key, value in scalars.items()},
         )
+
+    def _can_copy(self, nbytes: int) -> bool:
+        """Whether the node has memory to spare for a copy of what the next update changes, on each of its ranks."""
+        return available_bytes() >= SPARE_FACTOR * nbytes * self._node.node_size
+
+    def _weights_of(self, subgroup: int) -> memoryview:
+        flat: torch.Tensor = self.fp16_partitioned_groups_flat[subgroup]  # type: ignore[attr-defined]
+        data: memoryview = flat.detach().cpu().contiguous().view(torch.uint8).numpy().data
+        return data
 
     def describe_training(self) -> dict[str, Any]:
         """Loss scaler, parameter groups and what the next step begins with: plain values."""

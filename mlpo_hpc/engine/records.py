@@ -11,7 +11,15 @@ from deepspeed.accelerator import get_accelerator
 from mlpo_hpc.config import OffloadConfig
 from mlpo_hpc.errors import UnsupportedError
 from mlpo_hpc.state.codec import fp32
-from mlpo_hpc.state.codec.split import SplitForm, SplitRecord, plain_master, shorten, state_vectors
+from mlpo_hpc.state.codec.split import (
+    SplitForm,
+    SplitRecord,
+    checksums,
+    plain_master,
+    shorten,
+    stamps,
+    state_vectors,
+)
 from mlpo_hpc.telemetry.log import warn
 
 Resize = Callable[[int, int], memoryview]
@@ -112,6 +120,7 @@ class Opened:
                 self._short.close()
         elif self._form is not None and shorten(self._form, self.record, self.weights):
             self.record = self._resize(self._subgroup, self._form.nbytes)
+        self._owner.note_stamps(self._subgroup, self.record)
         self.altered |= len(self.record) != self._before_bytes
         if changed:
             self._owner.give_weights(self._subgroup, self.weights)
@@ -164,6 +173,7 @@ class Records:
         self._parts = parts
         self._weights = weights
         self._staged = torch.empty(0)
+        self._stamps: dict[int, list[int]] = {}
         self._told: set[str] = set()
 
     @property
@@ -225,6 +235,16 @@ class Records:
     def num_state_vectors(self, subgroup: int) -> int:
         """Vectors at the beginning of a record that are stored as they are used."""
         return self._num_vectors[subgroup] - (self._forms[subgroup] is not None)
+
+    def note_stamps(self, subgroup: int, record: memoryview) -> None:
+        """Remember which 16-bit weights a record that is closed belongs to."""
+        form = self._forms[subgroup]
+        self._stamps[subgroup] = stamps(form, record) if form is not None and len(record) == form.nbytes else []
+
+    def were_changed(self, subgroup: int) -> bool:
+        """Whether a record does not belong to the 16-bit weights as they are now."""
+        form, noted = self._forms[subgroup], self._stamps.get(subgroup)
+        return bool(noted) and form is not None and noted != checksums(form, self.weights(subgroup))
 
     def name(self, subgroup: int, index: int) -> str:
         """Of a parameter."""

@@ -20,6 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from mlpo_hpc.checkpoint.background import Background
 from mlpo_hpc.cluster.cores import cores_of_rank, thread_advice
 from mlpo_hpc.cluster.node import find_node
 from mlpo_hpc.cluster.verdict import gather, together
@@ -59,6 +60,8 @@ class OffloadStage3(Gradients, StateFile, OwnCheckpoint, NativeCheckpoint, DeepS
     """Set on a subclass for each `offload` context."""
     after_step: Callable[[dict[str, Any]], None] | None = None
     """Given the report of each step."""
+    saving: Background | None = None
+    """The checkpoint that is saved while training goes on."""
 
     def __init__(
         self, module: torch.nn.Module, init_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
@@ -281,6 +284,8 @@ class OffloadStage3(Gradients, StateFile, OwnCheckpoint, NativeCheckpoint, DeepS
         """Bring a subgroup's state into host memory; outside of a step all of it is wanted, and the 32-bit gradient."""
         for left in list(self._opened):  # by a debug call that raised half way
             self._give_back(left, dirty=True)
+        if self.saving is not None:
+            self.saving.save.wait_safe(sub_group_id, self._config.tokens.timeout_s)
         pipeline, master = self._store.pipeline, self.fp32_partitioned_groups_flat[sub_group_id]
         record = pipeline.get(sub_group_id)
         opened = self._state.records.open(sub_group_id, record, pipeline.resize, whole=not self._in_step)
@@ -362,10 +367,18 @@ class OffloadStage3(Gradients, StateFile, OwnCheckpoint, NativeCheckpoint, DeepS
         return self._report
 
     def destroy(self) -> None:
-        """End the I/O threads, drop files and memory, then what DeepSpeed's own does."""
+        """Wait for a checkpoint in the background, end the I/O threads, drop files and memory; then DeepSpeed's own.
+
+        Raises
+        ------
+        StorageError
+            If that checkpoint was not saved.
+        """
         for hook in self._forward_hooks:
             hook.remove()
         with ExitStack() as endings:
             endings.callback(super().destroy)
             endings.callback(self._store.close)
-            self._store.leave_behind(self._steps)
+            endings.callback(lambda: self._store.leave_behind(self._steps))
+            if self.saving is not None:
+                self.saving.wait()

@@ -22,10 +22,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from mlpo_hpc.errors import MlpoError, here
 from mlpo_hpc.state.cache import Pool, keep_suffix
 from mlpo_hpc.state.placement import Placement
 from mlpo_hpc.state.resident import Phase, Resident
+from mlpo_hpc.state.room import Room
+from mlpo_hpc.state.seal import Seal
 from mlpo_hpc.state.table import Table
 from mlpo_hpc.state.watch import Watch
 from mlpo_hpc.state.write_behind import WriteBehind
@@ -42,7 +43,7 @@ class Counts:
     misses: int = 0
 
 
-class Pipeline:
+class Pipeline(Room):
     """Moves subgroups between host memory and the tiers.
 
     Parameters
@@ -213,6 +214,28 @@ class Pipeline:
                     self._write(subgroup)
         self.flush()
 
+    def seal(self, write_back: bool) -> Seal:
+        """Hold the state as it is now, while no subgroup is in use; close the seal before the next one.
+
+        Parameters
+        ----------
+        write_back : bool
+            Whether what is in host memory alone is written to the tiers; a subgroup is not handed out before that is
+            done. Otherwise it is to be read from memory, and the caller lets nobody change it meanwhile.
+        """
+        with self._watch:
+            self._watch.raise_failure()
+            dirty = [subgroup for subgroup, resident in self._residents.items() if resident.dirty]
+            in_memory = [] if write_back and self.tiers else [s for s in dirty if not self._residents[s].in_flight]
+            views = {s: self._residents[s].buffer.view(self.table[s].nbytes) for s in in_memory}
+            seal = self._writer.seal = Seal(self._watch, self.table, self.tiers, views, self._writer.place_chunks)
+            for subgroup in range(len(self.table)):
+                if subgroup not in dirty:
+                    seal.hold(subgroup)
+            for subgroup in sorted(set(dirty) - set(in_memory), key=self._next_use):
+                self._write(subgroup)
+            return seal
+
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
@@ -321,66 +344,6 @@ class Pipeline:
             resident.reading -= 1
             resident.present.add(index)
             self._watch.notify()
-
-    # ---- memory ---------------------------------------------------------------------------
-
-    def _next_use(self, subgroup: int) -> int:
-        """Turns until a subgroup is needed: in this order, or in the following one if it had its turn."""
-        place = self._places[subgroup]
-        return place if place >= self._position else self._num_turns + self._places_then[subgroup]
-
-    def _take(self, subgroup: int, nbytes: int) -> None:
-        """Take memory for a subgroup; wait for it if need be."""
-        while not self._find_memory(subgroup, nbytes):
-            self._watch.raise_failure()
-            self._make_room(subgroup)
-
-    def _find_memory(self, subgroup: int, nbytes: int) -> bool:
-        """Take memory for a subgroup, if need be of chunks on the tiers that are used later."""
-        while not self.pool.take(nbytes):
-            use = self._next_use(subgroup)
-            later = [s for s, r in self._residents.items() if self._next_use(s) > use and self._can_spare(s, r)]
-            if not later:
-                return False
-            self._drop_chunk(max(later, key=self._next_use))
-        return True
-
-    def _can_spare(self, subgroup: int, resident: Resident) -> bool:
-        return subgroup != self._awaited and bool(resident.spare())
-
-    def _make_room(self, subgroup: int) -> None:
-        """Wait for memory; if nothing in flight will free any, write out what is used last."""
-        if not any(resident.in_flight for resident in self._residents.values()):
-            idle = [other for other in self._idle() if other != subgroup]
-            if not idle or not self.tiers:
-                raise MlpoError(
-                    f"host memory of {self.pool.budget_bytes} bytes cannot hold {self.table[subgroup].label} "
-                    f"({self.table[subgroup].nbytes} bytes) on {here()}. What to do: raise 'host_memory'."
-                )
-            victim = max(idle, key=self._next_use)
-            if not self._residents[victim].dirty:
-                self._drop_chunk(victim)
-                return
-            self._write(victim)
-        self._watch.wait(f"memory for {self.table[subgroup].label}")
-
-    def _idle(self) -> list[int]:
-        return [s for s, r in self._residents.items() if not r.in_use and not r.in_flight]
-
-    def _drop_chunk(self, subgroup: int) -> None:
-        """Free the memory of a chunk that the tiers have, of the last one: what is read next begins with the first."""
-        resident = self._residents[subgroup]
-        index = max(resident.spare())
-        cut = self.table.cuts(subgroup)[index]
-        resident.drop(index)
-        resident.buffer.discard(cut)
-        self.pool.give(cut.stop - cut.start)
-        self._forget(subgroup, resident)
-
-    def _forget(self, subgroup: int, resident: Resident) -> None:
-        """Forget a subgroup of which nothing is in memory any more, or on its way."""
-        if not (resident.present or resident.in_flight or resident.in_use or resident.dirty):
-            del self._residents[subgroup]
 
     # ---- writing --------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mlpo_hpc.cluster.memory import AUTO_FRACTION, available_bytes, total_bytes
@@ -26,6 +27,8 @@ from mlpo_hpc.state.tiers import lock_directories, remove_leftovers, rooms_bytes
 from mlpo_hpc.state.visibility import look_across
 from mlpo_hpc.storage.base import round_up
 from mlpo_hpc.storage.contents import Contents
+from mlpo_hpc.storage.filesystem import describe
+from mlpo_hpc.storage.lane import Lane
 from mlpo_hpc.storage.place import Place, find_places
 from mlpo_hpc.storage.tier import StorageTier
 from mlpo_hpc.telemetry.log import say
@@ -108,6 +111,12 @@ class Store:
         if keeps and not self.pipeline.is_closed:
             self.pipeline.write_back()
             self.write_index(step)
+
+    def lanes_of_device(self, path: Path) -> list[Lane]:
+        """The lanes that write to the file system on which a path lies."""
+        key = describe(str(path)).key
+        there = {place.tier.name for place in self.places if place.device_key == key}
+        return [tier.writes for tier in self.pipeline.tiers if tier.name in there]
 
     def close(self) -> None:
         """End threads, drop files, locks and memory. Idempotent; nothing in a forked child."""

@@ -8,6 +8,7 @@ from functools import partial
 
 from mlpo_hpc.state.placement import Placement
 from mlpo_hpc.state.resident import Resident
+from mlpo_hpc.state.seal import Seal
 from mlpo_hpc.state.table import Chunk, Table
 from mlpo_hpc.state.watch import Watch
 from mlpo_hpc.storage.lane import Job
@@ -45,6 +46,8 @@ class WriteBehind:
         self._watch = watch
         self._after = after
         self._unplaced: deque[tuple[int, int, Resident]] = deque()
+        self.seal: Seal | None = None
+        """Waits for what was in host memory alone."""
 
     def write(self, subgroup: int, resident: Resident, chunks: Iterable[int]) -> None:
         """Queue chunks of a subgroup for writing into free slots, those of them that were not before."""
@@ -52,10 +55,10 @@ class WriteBehind:
         resident.asked.update(wanted)
         resident.unwritten += len(wanted)
         self._unplaced.extend((subgroup, index, resident) for index in wanted)
-        self._place_chunks()
+        self.place_chunks()
         self._commit_if_whole(subgroup, resident)
 
-    def _place_chunks(self) -> None:
+    def place_chunks(self) -> None:
         """Give waiting chunks to tiers, first come first served, so that one record at least gets through."""
         while self._unplaced:
             subgroup, index, resident = self._unplaced[0]
@@ -103,6 +106,8 @@ class WriteBehind:
         chunks = tuple(resident.written[index] for index in sorted(resident.written))
         for old in self._table.commit(subgroup, chunks):
             self._tiers[old.tier].slots.give(old.slot)
+        if self.seal is not None:
+            self.seal.hold(subgroup)
         resident.written, resident.asked = {}, set()
         resident.dirty = False
-        self._place_chunks()
+        self.place_chunks()

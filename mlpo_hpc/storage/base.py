@@ -19,10 +19,15 @@ def round_up(size_bytes: int, unit_bytes: int = ALIGNMENT_BYTES) -> int:
 
 
 class Slots:
-    """Which slots of a container are free; the lowest go first, to keep the file short."""
+    """Which slots of a container are free; the lowest go first, to keep the file short.
+
+    A slot that is *held* is not taken again before it was both given back and released.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots))
+        self._held: set[int] = set()
+        self._given: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._free)
@@ -33,7 +38,21 @@ class Slots:
 
     def give(self, slot: int) -> None:
         """Make a slot free again."""
-        heapq.heappush(self._free, slot)
+        if slot in self._held:
+            self._given.add(slot)
+        else:
+            heapq.heappush(self._free, slot)
+
+    def hold(self, slot: int) -> None:
+        """Keep what is in a slot until `release`."""
+        self._held.add(slot)
+
+    def release(self, slot: int) -> None:
+        """Hold a slot no longer."""
+        self._held.remove(slot)
+        if slot in self._given:
+            self._given.remove(slot)
+            self.give(slot)
 
 
 class Container(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "rootfs"}
@@ -47,6 +48,11 @@ class FileSystem:
     def is_shared(self) -> bool:
         """Whether other nodes usually see the same files."""
         return self.type in SHARED
+
+    @property
+    def key(self) -> tuple[str, Hashable]:
+        """Equal for paths on a host that fill the same file system."""
+        return (self.mount_point, "shared" if self.is_shared else self.device)
 
     @property
     def is_lustre(self) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import xxhash
 
-from mlpo_hpc.errors import CorruptState, here
+from mlpo_hpc.errors import CorruptState, MlpoError, here
 from mlpo_hpc.storage.base import Container
 from mlpo_hpc.telemetry.metrics import Meter
 from mlpo_hpc.tokens.base import Turn
@@ -68,6 +69,40 @@ class Lane:
     def queued(self) -> int:
         """Chunks not yet begun."""
         return self._jobs.qsize()
+
+    def is_idle(self) -> bool:
+        """Whether nothing is asked for here, and nobody else waits for the device."""
+        return not self.meter.backlog_bytes and not self._turn.is_wanted()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The rank's turn on the device, for bytes that do not go through the lane."""
+        self._turn.enter()
+        try:
+            yield
+        finally:
+            self._turn.leave()
+
+    def move(self, slot: int, view: memoryview, label: str, expected: int | None) -> None:
+        """Move a chunk from any thread but the lane's own, and wait for it.
+
+        Raises
+        ------
+        StorageError
+            What went wrong.
+        """
+        moved, found = threading.Event(), list[BaseException | None]()
+
+        def done(_checksum: int | None, error: BaseException | None) -> None:
+            found.append(error)
+            moved.set()
+
+        self.submit(Job(slot, view, label, expected, done))
+        while not moved.wait(JOIN_S):
+            if self._cancelled.is_set():
+                raise MlpoError("the offload engine is closed")
+        if found[0] is not None:
+            raise found[0]
 
     def close(self) -> bool:
         """Drop what is queued, let the transfers in flight end; False if a thread is stuck in one."""

@@ -49,7 +49,7 @@ class Place:
     @property
     def device_key(self) -> tuple[str, Hashable]:
         """Equal for two tiers or ranks of a host that fill the same file system, whatever their `kind` says."""
-        return (self.filesystem.mount_point, "shared" if self.filesystem.is_shared else self.filesystem.device)
+        return self.filesystem.key
 
     def directory_key(self, node_key: Hashable) -> tuple[Hashable, ...]:
         """Equal for two ranks that use the same directory."""

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from types import TracebackType
 
-from mlpo_hpc.errors import StorageTimeout, here
 from mlpo_hpc.tokens.process import Process
 
 
@@ -113,56 +112,15 @@ class Turn:
                 self._token.release()
                 self._changed.notify_all()
 
+    def is_wanted(self) -> bool:
+        """Whether somebody else waits for the token or has it."""
+        if not self._changed.acquire(blocking=False):  # a thread of ours waits for it
+            return True
+        try:
+            return self._token.wanted() or (not self._inside and self._token.locked())
+        finally:
+            self._changed.release()
+
     def who(self) -> str:
         """Say who holds the token, for messages."""
         return self._token.who()
-
-
-class BackgroundTurn:
-    """A hold on a token for traffic that may wait: only when nobody else wants it, for one chunk at a time.
-
-    Parameters
-    ----------
-    token : Token
-        The tier's; an object of its own, for one `FlockToken` does not exclude its own threads.
-    timeout_s : float
-        Longest wait before `StorageTimeout`.
-    """
-
-    def __init__(self, token: Token, timeout_s: float = 1800.0) -> None:
-        self._token = token
-        self._timeout_s = timeout_s
-        self._one = threading.Lock()
-
-    def enter(self) -> float:
-        """Get in once the token is free and unwanted; return the seconds waited.
-
-        Raises
-        ------
-        StorageTimeout
-            If that did not come within `timeout_s`.
-        """
-        begin = time.monotonic()
-        if not self._one.acquire(timeout=self._timeout_s):
-            raise self._too_long()
-        try:
-            while self._token.locked() or self._token.wanted():
-                waited_s = time.monotonic() - begin
-                if waited_s > self._timeout_s:
-                    raise self._too_long()
-                time.sleep(min(max(50e-6, waited_s / 8), 0.01))
-            self._token.acquire()
-        except BaseException:
-            self._one.release()
-            raise
-        return time.monotonic() - begin
-
-    def _too_long(self) -> StorageTimeout:
-        return StorageTimeout(
-            f"background traffic got no turn within {self._timeout_s:.0f} s on {here()}; {self._token.who()}"
-        )
-
-    def leave(self) -> None:
-        """Give the token back."""
-        self._token.release()
-        self._one.release()

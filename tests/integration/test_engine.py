@@ -117,10 +117,20 @@ def test_the_debug_api_reads_and_sets_through_the_cache(num_ranks, tmp_path, dir
 
 
 DEEPSPEEDS = {"checkpoint": {"format": "deepspeed"}}
+BACKGROUND = {"checkpoint": {"commit": "background"}}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "dtype", "section"), [(1, "bf16", {}), (2, "fp16", {}), WHOLE(2, "bf16", {}), (2, "fp16", DEEPSPEEDS)]
+    ("num_ranks", "dtype", "section"),
+    [
+        (1, "bf16", BACKGROUND),
+        (2, "bf16", BACKGROUND),
+        (2, "fp16", {}),
+        (2, "fp16", DEEPSPEEDS),
+        WHOLE(1, "bf16", {}),
+        WHOLE(2, "bf16", {}),
+        WHOLE(2, "fp16", BACKGROUND),
+    ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(num_ranks, dtype, section, tmp_path, dirs):
     args = {"dirs": dirs, "dtype": dtype, "section": section, "checkpoint": str(tmp_path / "ckpt")}
@@ -137,9 +147,12 @@ def test_checkpoints_go_to_and_come_from_stock_deepspeed(tmp_path, dirs):
     assert found == [{"to_stock": True, "from_stock": True}]
 
 
-def test_host_memory_alone_saves_and_resumes(tmp_path):
-    found = run("resume", 1, tmp_path, dirs=[], host_memory=10**7, checkpoint=str(tmp_path / "ckpt"))
+@pytest.mark.parametrize("spare_memory", [True, False])
+def test_host_memory_alone_saves_and_resumes(spare_memory, tmp_path):
+    args = {"host_memory": 10**7, "section": BACKGROUND, "spare_memory": spare_memory}
+    found = run("resume", 1, tmp_path, dirs=[], checkpoint=str(tmp_path / "ckpt"), **args)
     assert found[0]["equal"]
+    assert found[0]["unharmed"]
 
 
 def test_a_checkpoint_of_another_cut_is_refused_with_the_value_to_set(tmp_path, dirs):

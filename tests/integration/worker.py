@@ -32,6 +32,7 @@ from deepspeed.utils import (
 )
 
 import mlpo_hpc
+from mlpo_hpc.engine import own_checkpoint
 from mlpo_hpc.state import node_file
 from mlpo_hpc.storage.base import FileContainer
 
@@ -231,6 +232,8 @@ def changed_weights(args: Args) -> Args:
 
 def resume(args: Args) -> Args:
     """7 steps straight, against 4 + save + a new engine + load + 3."""
+    if not args.get("spare_memory", True):
+        own_checkpoint.SPARE_FACTOR = 10**9
     straight = start(args)
     losses = train(straight, 7)
     wanted = fingerprint(straight)

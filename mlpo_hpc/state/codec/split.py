@@ -309,6 +309,11 @@ def _low(form: SplitForm, record: memoryview) -> torch.Tensor:
     return torch.frombuffer(record, dtype=torch.int16, count=form.numel, offset=form.master_offset)
 
 
+def stamps(form: SplitForm, record: memoryview) -> list[int]:
+    """The checksums of 16-bit weights that a short record has."""
+    return [int(checksum) for checksum in _Tail(form, record).checksums]
+
+
 def checksums(form: SplitForm, weights: torch.Tensor) -> list[int]:
     """One of the 16-bit weights of each parameter."""
     import torch

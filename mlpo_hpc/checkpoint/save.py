@@ -1,0 +1,158 @@
+"""One rank's part in a checkpoint: sealed state and the 16-bit weights into its shard, while training goes on or waits.
+
+An update waits for a subgroup until what it would change is safe: its weights are copied or written, and its
+state, where that is in host memory alone, too. What lies on the tiers is sealed and can be copied later.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mlpo_hpc.checkpoint.manifest import Chunk, FileEntry, PieceEntry, RecordEntry
+from mlpo_hpc.checkpoint.write import ShardWriter
+from mlpo_hpc.errors import StorageTimeout, here
+from mlpo_hpc.state.seal import Seal
+from mlpo_hpc.storage.pace import Pace
+from mlpo_hpc.storage.tier import StorageTier
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a rank saves, without its bytes.
+
+    Parameters
+    ----------
+    records : sequence of RecordEntry
+        By subgroup, without chunks.
+    pieces : sequence of PieceEntry
+        What of which parameter they are.
+    order : sequence of int
+        In which subgroups are updated next.
+    tensors, rng : mapping
+        What is small; see `Shard`.
+    """
+
+    records: Sequence[RecordEntry]
+    pieces: Sequence[PieceEntry]
+    order: Sequence[int]
+    tensors: Mapping[str, torch.Tensor]
+    rng: Mapping[str, Any]
+
+
+class Save:
+    """Writes the shard of one rank.
+
+    Parameters
+    ----------
+    writer : ShardWriter
+        Of the shard; owned.
+    outline : Outline
+        What to save.
+    seal : Seal
+        The state; owned.
+    weights : callable
+        The 16-bit weights of a subgroup, as bytes.
+    tiers : sequence of StorageTier
+        Where the sealed state lies.
+    paces : sequence of Pace
+        How reading from each tier goes on beside other traffic.
+    copies : bool
+        Whether what an update would change is copied at once in host memory, so that no update waits for storage.
+    """
+
+    def __init__(
+        self,
+        writer: ShardWriter,
+        outline: Outline,
+        seal: Seal,
+        weights: Callable[[int], memoryview],
+        tiers: Sequence[StorageTier],
+        paces: Sequence[Pace],
+        copies: bool,
+    ) -> None:
+        self._writer = writer
+        self._outline = outline
+        self._seal = seal
+        self._weights = weights
+        self._tiers = tiers
+        self._copies = copies
+        self._paces = paces
+        self._safe = [threading.Event() for _ in outline.records]
+        self._copied: dict[int, list[np.ndarray]] = {}
+        self._written: dict[int, list[tuple[Chunk, ...]]] = {}
+
+    def wait_safe(self, subgroup: int, timeout_s: float) -> None:
+        """Wait until a subgroup may be changed.
+
+        Raises
+        ------
+        StorageTimeout
+            If it takes longer than `timeout_s`.
+        """
+        if not self._safe[subgroup].wait(timeout_s):
+            raise StorageTimeout(
+                f"the checkpoint does not get on: nothing was written for {timeout_s:.0f} s on {here()}"
+            )
+
+    def run(self) -> FileEntry:
+        """Write the shard; what the manifest says of it. If it fails, nothing of it is left and training may go on."""
+        try:
+            for subgroup in self._outline.order:
+                self._secure(subgroup)
+            records = {subgroup: self._save(subgroup) for subgroup in self._outline.order}
+            ordered = [records[subgroup] for subgroup in range(len(records))]
+            return self._writer.finish(ordered, self._outline.pieces, self._outline.tensors, self._outline.rng)
+        except BaseException:
+            self._writer.remove()
+            raise
+        finally:
+            self._writer.close()
+            self._seal.close()
+            for event in self._safe:
+                event.set()
+
+    def hurry(self) -> None:
+        """Somebody waits for it."""
+        for pace in (*self._paces, self._writer.pace):
+            pace.hurry()
+
+    def remove(self) -> None:
+        """Take away the shard: the checkpoint will not be."""
+        self._writer.remove()
+
+    def _secure(self, subgroup: int) -> None:
+        """What the next update of a subgroup would change: the weights, and the state that is in host memory alone."""
+        kept = [self._weights(subgroup), *([self._seal.memory[subgroup]] if subgroup in self._seal.memory else [])]
+        if self._copies:
+            self._copied[subgroup] = [np.frombuffer(data, np.uint8).copy() for data in kept]
+        else:
+            self._written[subgroup] = [self._writer.add(data) for data in kept]
+        self._safe[subgroup].set()
+
+    def _save(self, subgroup: int) -> RecordEntry:
+        copied = self._copied.pop(subgroup, [])
+        weights, *state = self._written.get(subgroup) or [self._writer.add(data.data) for data in copied]
+        chunks = state[0] if state else self._copy_chunks(subgroup)
+        return self._outline.records[subgroup].model_copy(update={"weights": weights, "chunks": chunks})
+
+    def _copy_chunks(self, subgroup: int) -> tuple[Chunk, ...]:
+        """From the tiers into the shard."""
+        sealed = self._seal.chunks(subgroup)
+        chunks: list[Chunk] = []
+        for chunk in sealed:
+            # On a page boundary, for O_DIRECT.
+            with mmap.mmap(-1, chunk.nbytes) as memory, memoryview(memory) as view:
+                self._paces[chunk.tier].wait()
+                self._tiers[chunk.tier].reads.move(chunk.slot, view, f"subgroup {subgroup}", chunk.checksum)
+                chunks.extend(self._writer.add(view))
+        self._seal.release(subgroup)
+        return tuple(chunks)
