@@ -6,7 +6,6 @@ state, where that is in host memory alone, too. What lies on the tiers is sealed
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from mlpo_hpc.checkpoint.manifest import Chunk, FileEntry, PieceEntry, RecordEntry
 from mlpo_hpc.checkpoint.write import ShardWriter
 from mlpo_hpc.errors import StorageTimeout, here
+from mlpo_hpc.state.cache import Buffer
 from mlpo_hpc.state.seal import Seal
 from mlpo_hpc.storage.pace import Pace
 from mlpo_hpc.storage.tier import StorageTier
@@ -87,7 +87,8 @@ class Save:
         self._copies = copies
         self._paces = paces
         self._safe = [threading.Event() for _ in outline.records]
-        self._copied: dict[int, list[np.ndarray]] = {}
+        self._copied: dict[int, list[memoryview]] = {}
+        self._bounce: Buffer | None = None
         self._written: dict[int, list[tuple[Chunk, ...]]] = {}
 
     def wait_safe(self, subgroup: int, timeout_s: float) -> None:
@@ -133,14 +134,14 @@ class Save:
         """What the next update of a subgroup would change: the weights, and the state that is in host memory alone."""
         kept = [self._weights(subgroup), *([self._seal.memory[subgroup]] if subgroup in self._seal.memory else [])]
         if self._copies:
-            self._copied[subgroup] = [np.frombuffer(data, np.uint8).copy() for data in kept]
+            self._copied[subgroup] = [_copy(data) for data in kept]
         else:
             self._written[subgroup] = [self._writer.add(data) for data in kept]
         self._safe[subgroup].set()
 
     def _save(self, subgroup: int) -> RecordEntry:
         copied = self._copied.pop(subgroup, [])
-        weights, *state = self._written.get(subgroup) or [self._writer.add(data.data) for data in copied]
+        weights, *state = self._written.get(subgroup) or [self._writer.add(data) for data in copied]
         chunks = state[0] if state else self._copy_chunks(subgroup)
         return self._outline.records[subgroup].model_copy(update={"weights": weights, "chunks": chunks})
 
@@ -149,10 +150,18 @@ class Save:
         sealed = self._seal.chunks(subgroup)
         chunks: list[Chunk] = []
         for chunk in sealed:
-            # On a page boundary, for O_DIRECT.
-            with mmap.mmap(-1, chunk.nbytes) as memory, memoryview(memory) as view:
-                self._paces[chunk.tier].wait()
-                self._tiers[chunk.tier].reads.move(chunk.slot, view, f"subgroup {subgroup}", chunk.checksum)
-                chunks.extend(self._writer.add(view))
+            if self._bounce is None or self._bounce.nbytes < chunk.nbytes:
+                self._bounce = Buffer(chunk.nbytes)
+            view = self._bounce.view(chunk.nbytes)
+            self._paces[chunk.tier].wait()
+            self._tiers[chunk.tier].reads.move(chunk.slot, view, f"subgroup {subgroup}", chunk.checksum)
+            chunks.extend(self._writer.add(view, chunk.checksum))
         self._seal.release(subgroup)
         return tuple(chunks)
+
+
+def _copy(data: memoryview) -> memoryview:
+    """Into new memory, without holding up other threads."""
+    copy = Buffer(len(data)).view(len(data))
+    np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(data, np.uint8))
+    return copy

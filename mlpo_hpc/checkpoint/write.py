@@ -8,13 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
 
 from mlpo_hpc.checkpoint.folder import encode, file_checksum, replace_whole, sync_file
 from mlpo_hpc.checkpoint.manifest import Chunk, FileEntry, PieceEntry, RecordEntry, Shard
 from mlpo_hpc.errors import storage_error
+from mlpo_hpc.storage.base import ALIGNMENT_BYTES, round_up
 from mlpo_hpc.storage.pace import Pace
-from mlpo_hpc.storage.posix import drop_pages, write_out
+from mlpo_hpc.storage.posix import drop_pages, open_posix, write_out
 
 if TYPE_CHECKING:
     import torch
@@ -55,19 +57,33 @@ class ShardWriter:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise storage_error("creating a file of the checkpoint", str(self._path), error) from error
+        # Beside training each piece is moved as state is: nothing is left to be written at another's expense.
+        self._past_cache = None if self.pace.is_free else open_posix(str(self._path))
 
-    def add(self, data: memoryview) -> tuple[Chunk, ...]:
-        """Append bytes; the chunks that they are now."""
-        pieces = [data[begin : begin + CHUNK_BYTES] for begin in range(0, len(data), CHUNK_BYTES)]
-        return tuple(self._append(piece) for piece in pieces)
+    def add(self, data: memoryview, checksum: int | None = None) -> tuple[Chunk, ...]:
+        """Append bytes; the chunks that they are now: one, if its checksum is known already."""
+        self._offset = begin = round_up(self._offset)
+        pieces = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+        if checksum is None:
+            return tuple(self._append(piece) for piece in pieces)
+        for piece in pieces:
+            self._move(piece)
+        return (Chunk(file=self._path.name, offset=begin, nbytes=len(data), checksum=f"{checksum:016x}"),)
 
     def _append(self, piece: memoryview) -> Chunk:
-        offset = self._offset
+        begin = self._offset
+        self._move(piece)
+        return Chunk(file=self._path.name, offset=begin, nbytes=len(piece), checksum=xxhash.xxh3_64_hexdigest(piece))
+
+    def _move(self, piece: memoryview) -> None:
         with self.pace.moving():
+            if self._past_cache is not None and _is_aligned(piece):
+                self._past_cache.write(self._offset, piece)
+                self._offset = self._synced = self._offset + len(piece)
+                return
             self._write(piece)
-            if self._offset - self._synced >= DIRTY_BYTES or not self.pace.is_free:
+            if self._offset - self._synced >= DIRTY_BYTES or self._past_cache is not None:
                 self._drop()
-        return Chunk(file=self._path.name, offset=offset, nbytes=len(piece), checksum=xxhash.xxh3_64_hexdigest(piece))
 
     def _write(self, piece: memoryview) -> None:
         done = 0
@@ -119,6 +135,8 @@ class ShardWriter:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
+        if self._past_cache is not None:
+            self._past_cache.close()
 
     def remove(self) -> None:
         """Take away what was written: the checkpoint will not be."""
@@ -126,3 +144,8 @@ class ShardWriter:
         for kind, ending in (("shard", "json"), ("tensors", "safetensors"), ("state", "bin")):
             with suppress(FileNotFoundError):
                 (self._folder / f"{self._names[kind]}.{ending}").unlink()
+
+
+def _is_aligned(piece: memoryview) -> bool:
+    """Whether it can be moved without the page cache."""
+    return not (len(piece) % ALIGNMENT_BYTES or np.frombuffer(piece, np.uint8).ctypes.data % ALIGNMENT_BYTES)
