@@ -21,7 +21,7 @@ BLOCK_BYTES = 2**22
 CHECKSUM = re.compile(rb'\{"checksum": "([0-9a-f]{16})", ')
 """How a manifest begins; the checksum is of all bytes that follow."""
 OURS = re.compile(
-    r"(state|tensors|shard|failed)-\d{5,}-[0-9a-f]{8}\.(bin|safetensors|json)(\.partial)?|manifest\.json\.partial"
+    r"(state|tensors|shard|failed|sealed\d+)-\d{5,}-[0-9a-f]{8}\.(bin|safetensors|json|h5)(\.partial)?|manifest\.json\.partial"
 )
 
 

@@ -17,7 +17,9 @@ from mlpo_hpc.checkpoint.manifest import Chunk, FileEntry, PieceEntry, RecordEnt
 from mlpo_hpc.checkpoint.write import ShardWriter
 from mlpo_hpc.errors import StorageTimeout, here
 from mlpo_hpc.state.cache import Buffer
+from mlpo_hpc.state.links import LinkedFile
 from mlpo_hpc.state.seal import Seal
+from mlpo_hpc.state.table import Chunk as Lying
 from mlpo_hpc.storage.pace import Pace
 from mlpo_hpc.storage.tier import StorageTier
 
@@ -67,6 +69,8 @@ class Save:
         How reading from each tier goes on beside other traffic.
     copies : bool
         Whether what an update would change is copied at once in host memory, so that no update waits for storage.
+    linked : mapping
+        Of a tier's number to its file that is in the checkpoint.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Save:
         tiers: Sequence[StorageTier],
         paces: Sequence[Pace],
         copies: bool,
+        linked: Mapping[int, LinkedFile],
     ) -> None:
         self._writer = writer
         self._outline = outline
@@ -86,6 +91,9 @@ class Save:
         self._tiers = tiers
         self._copies = copies
         self._paces = paces
+        self._linked = linked
+        self._used: dict[int, dict[int, int]] = {tier: {} for tier in linked}
+        """Bytes that the checkpoint needs of each slot of those files."""
         self._safe = [threading.Event() for _ in outline.records]
         self._copied: dict[int, list[memoryview]] = {}
         self._bounce: Buffer | None = None
@@ -110,16 +118,26 @@ class Save:
             for subgroup in self._outline.order:
                 self._secure(subgroup)
             records = {subgroup: self._save(subgroup) for subgroup in self._outline.order}
+            for tier, file in self._linked.items():
+                self._complete(tier, file)
             ordered = [records[subgroup] for subgroup in range(len(records))]
             return self._writer.finish(ordered, self._outline.pieces, self._outline.tensors, self._outline.rng)
         except BaseException:
             self._writer.remove()
             raise
         finally:
-            self._writer.close()
-            self._seal.close()
-            for event in self._safe:
-                event.set()
+            self._end()
+
+    def _end(self) -> None:
+        self._writer.close()
+        self._seal.close()
+        for event in self._safe:
+            event.set()
+
+    def abandon(self) -> None:
+        """Instead of `run`: the checkpoint will not be."""
+        self._writer.remove()
+        self._end()
 
     def hurry(self) -> None:
         """Somebody waits for it."""
@@ -129,6 +147,13 @@ class Save:
     def remove(self) -> None:
         """Take away the shard: the checkpoint will not be."""
         self._writer.remove()
+
+    def _complete(self, tier: int, file: LinkedFile) -> None:
+        """A file that is linked has nothing but what is wanted, and is on the device."""
+        member = file.container.member(file.generation)
+        for slot in range(member.num_slots):
+            member.punch(slot, self._used[tier].get(slot, 0))
+        self._writer.sync(file.path.name)
 
     def _secure(self, subgroup: int) -> None:
         """What the next update of a subgroup would change: the weights, and the state that is in host memory alone."""
@@ -142,22 +167,35 @@ class Save:
     def _save(self, subgroup: int) -> RecordEntry:
         copied = self._copied.pop(subgroup, [])
         weights, *state = self._written.get(subgroup) or [self._writer.add(data) for data in copied]
-        chunks = state[0] if state else self._copy_chunks(subgroup)
+        chunks = state[0] if state else self._take_chunks(subgroup)
         return self._outline.records[subgroup].model_copy(update={"weights": weights, "chunks": chunks})
 
-    def _copy_chunks(self, subgroup: int) -> tuple[Chunk, ...]:
-        """From the tiers into the shard."""
-        sealed = self._seal.chunks(subgroup)
+    def _take_chunks(self, subgroup: int) -> tuple[Chunk, ...]:
+        """From the tiers: by copying, or as they are."""
         chunks: list[Chunk] = []
-        for chunk in sealed:
-            if self._bounce is None or self._bounce.nbytes < chunk.nbytes:
-                self._bounce = Buffer(chunk.nbytes)
-            view = self._bounce.view(chunk.nbytes)
-            self._paces[chunk.tier].wait()
-            self._tiers[chunk.tier].reads.move(chunk.slot, view, f"subgroup {subgroup}", chunk.checksum)
-            chunks.extend(self._writer.add(view, chunk.checksum))
-        self._seal.release(subgroup)
+        for lying in self._seal.chunks(subgroup):
+            linked = self._find_linked(lying)
+            chunks += self._copy_chunk(subgroup, lying) if linked is None else [linked]
+        self._seal.release(subgroup, but=self._linked)
         return tuple(chunks)
+
+    def _find_linked(self, lying: Lying) -> Chunk | None:
+        """Where a chunk is in a file that is in the checkpoint already."""
+        file = self._linked.get(lying.tier)
+        if file is None or file.container.generation(lying.slot) != file.generation or lying.checksum is None:
+            return None
+        self._used[lying.tier][lying.slot % file.container.num_slots] = lying.nbytes
+        offset = file.container.place(lying.slot)
+        return Chunk(file=file.path.name, offset=offset, nbytes=lying.nbytes, checksum=f"{lying.checksum:016x}")
+
+    def _copy_chunk(self, subgroup: int, lying: Lying) -> tuple[Chunk, ...]:
+        """From a tier into the shard."""
+        if self._bounce is None or self._bounce.nbytes < lying.nbytes:
+            self._bounce = Buffer(lying.nbytes)
+        view = self._bounce.view(lying.nbytes)
+        self._paces[lying.tier].wait()
+        self._tiers[lying.tier].reads.move(lying.slot, view, f"subgroup {subgroup}", lying.checksum)
+        return self._writer.add(view, lying.checksum)
 
 
 def _copy(data: memoryview) -> memoryview:

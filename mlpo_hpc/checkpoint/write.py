@@ -27,6 +27,9 @@ DIRTY_BYTES = 2**26
 """Written pages that may wait in host memory for the device."""
 
 
+ENDINGS = {"shard": "json", "tensors": "safetensors", "state": "bin"}
+
+
 class ShardWriter:
     """The files of one rank in the folder of a checkpoint.
 
@@ -50,7 +53,9 @@ class ShardWriter:
     def __init__(self, folder: Path, rank: int, unique: str, pace: Pace | None = None) -> None:
         self._folder, self._rank = folder, rank
         self.pace = pace or Pace()
-        self._names = {kind: f"{kind}-{rank:05d}-{unique}" for kind in ("state", "tensors", "shard")}
+        self._names = {kind: f"{kind}-{rank:05d}-{unique}" for kind in ENDINGS}
+        self.adopted: list[str] = []
+        """Files of the checkpoint that others made, and that go with this shard."""
         self._path = folder / f"{self._names['state']}.bin"
         self._offset = self._synced = 0
         try:
@@ -130,6 +135,10 @@ class ShardWriter:
         replace_whole(self._folder / name, data)
         return FileEntry(file=name, nbytes=len(data), checksum=xxhash.xxh3_64_hexdigest(data))
 
+    def sync(self, name: str) -> None:
+        """Wait until a file of the checkpoint is on the device."""
+        sync_file(self._folder / name)
+
     def close(self) -> None:
         """Close the file."""
         if self._fd >= 0:
@@ -141,9 +150,10 @@ class ShardWriter:
     def remove(self) -> None:
         """Take away what was written: the checkpoint will not be."""
         self.close()
-        for kind, ending in (("shard", "json"), ("tensors", "safetensors"), ("state", "bin")):
+        own = [f"{self._names[kind]}.{ending}" for kind, ending in ENDINGS.items()]
+        for name in (*own, *self.adopted):
             with suppress(FileNotFoundError):
-                (self._folder / f"{self._names[kind]}.{ending}").unlink()
+                (self._folder / name).unlink()
 
 
 def _is_aligned(piece: memoryview) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from mlpo_hpc.checkpoint.write import ShardWriter
 from mlpo_hpc.cluster.memory import SPARE_FACTOR, available_bytes
 from mlpo_hpc.engine.update import MASTER, set_group
 from mlpo_hpc.errors import ConfigError, here
+from mlpo_hpc.state.links import LinkedFile, link_files
 from mlpo_hpc.storage.contents import Contents, Piece
 from mlpo_hpc.storage.pace import Pace
 
@@ -47,7 +49,19 @@ class OwnCheckpoint:
 
     # ---- saving -----------------------------------------------------------------------------
 
-    def begin_save(self, folder: Path, rank: int, unique: str, small: Mapping[str, Any], background: bool) -> Save:
+    def link_files(self, folder: Path, unique: str, failed: str) -> dict[str, LinkedFile]:
+        """Collective over all ranks. See `state.links.link_files`."""
+        return link_files(self._store.successions, self._node, folder, unique, failed)
+
+    def begin_save(
+        self,
+        folder: Path,
+        rank: int,
+        unique: str,
+        small: Mapping[str, Any],
+        files: Mapping[str, LinkedFile],
+        background: bool,
+    ) -> Save:
         """Seal the state as it is now, for a shard that `Save.run` writes.
 
         Parameters
@@ -56,6 +70,8 @@ class OwnCheckpoint:
             See `ShardWriter`.
         small : mapping
             The tensors and generators of an `Outline`.
+        files : mapping
+            What `link_files` gave names.
         background : bool
             Whether training goes on meanwhile.
         """
@@ -64,18 +80,22 @@ class OwnCheckpoint:
         self._take_over_changes()
         tiers, numels = self._store.pipeline.tiers, self._state.numels
         lanes = self._store.lanes_of_device(folder) if background else []
-        writer = ShardWriter(folder, rank, unique, Pace(lanes))
-        try:
-            seal = self._store.pipeline.seal(write_back=background)
-            records = [self._outline(subgroup, seal.sizes[subgroup]) for subgroup in range(len(numels))]
-            pieces = [PieceEntry(**vars(piece)) for piece in self._contents.pieces]
-            outline = Outline(records, pieces, self._next_order(), **small)
-            paces = [Pace([tier.reads] if background else []) for tier in tiers]
-            copies = background and self._can_copy(sum(numels) * WEIGHT_BYTES + sum(map(len, seal.memory.values())))
-            return Save(writer, outline, seal, self._weights_of, tiers, paces, copies)
-        except BaseException:
-            writer.remove()
-            raise
+        with ExitStack() as undoing:
+            for file in files.values():
+                undoing.callback(file.undo)
+            writer = ShardWriter(folder, rank, unique, Pace(lanes))
+            undoing.callback(writer.remove)
+            linked = {number: files[tier.name] for number, tier in enumerate(tiers) if tier.name in files}
+            writer.adopted += [file.path.name for file in linked.values() if file.is_ours]
+            following = {number: file.following for number, file in linked.items()}
+            seal = self._store.pipeline.seal(write_back=background, following=following)
+            undoing.pop_all()
+        records = [self._outline(subgroup, seal.sizes[subgroup]) for subgroup in range(len(numels))]
+        pieces = [PieceEntry(**vars(piece)) for piece in self._contents.pieces]
+        outline = Outline(records, pieces, self._next_order(), **small)
+        paces = [Pace([tier.reads] if background else []) for tier in tiers]
+        copies = background and self._can_copy(sum(numels) * WEIGHT_BYTES + sum(map(len, seal.memory.values())))
+        return Save(writer, outline, seal, self._weights_of, tiers, paces, copies, linked)
 
     def _take_over_changes(self) -> None:
         """16-bit weights that others changed become master weights now: the two must fit in a checkpoint."""

@@ -117,18 +117,12 @@ class Saving:
     def _save_at_once(
         self, folder: Path, unique: str, small: Mapping[str, Any], commit: Callable[[list[FileEntry]], None]
     ) -> None:
-        saves: list[Save] = []
-
-        def write() -> FileEntry:
-            saves.append(self._engine.optimizer.begin_save(folder, world_rank(), unique, small, background=False))
-            return saves[0].run()
-
+        save = self._seal(folder, unique, small, background=False)
         try:
-            shards = gather(together(write, SAVING))
+            shards = gather(together(save.run, SAVING))
             together(lambda: commit(shards) if world_rank() == 0 else None, SAVING)
         except BaseException:
-            for save in saves:
-                save.remove()
+            save.remove()
             raise
         say("checkpoint %s committed", folder)
 
@@ -142,11 +136,26 @@ class Saving:
     ) -> None:
         """Collective over all ranks. Seal, and let a thread do the rest."""
         optimizer = self._engine.optimizer
-        save = together(lambda: optimizer.begin_save(folder, world_rank(), unique, small, background=True), SAVING)
+        save = self._seal(folder, unique, small, background=True)
         attempt = Attempt(folder, unique, self._engine.world_size, optimizer._config.tokens.timeout_s)
-        self._background = Background(tag, save, attempt, world_rank(), commit)
-        optimizer.saving = self._background
+        self._background = optimizer.saving = Background(tag, save, attempt, world_rank(), commit)
         self._background.start()
+
+    def _seal(self, folder: Path, unique: str, small: Mapping[str, Any], background: bool) -> Save:
+        """Collective over all ranks. The state as it is now."""
+        optimizer, saves = self._engine.optimizer, list[Save]()
+        files = optimizer.link_files(folder, unique, SAVING)
+
+        def begin() -> None:
+            saves.append(optimizer.begin_save(folder, world_rank(), unique, small, files, background))
+
+        try:
+            together(begin, SAVING)
+        except BaseException:
+            for save in saves:
+                save.abandon()
+            raise
+        return saves[0]
 
     def settle(self) -> None:
         """Collective over all ranks. Wait for the one that is saved in the background; if it failed, only warn."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 from mlpo_hpc.cluster.node import Node, gather_on_node, mpi_obstacle, node_communicator
@@ -28,6 +28,7 @@ def open_containers(
     node: Node,
     creation_hints: Mapping[str, Mapping[str, str]],
     opening: ExitStack,
+    staying: Collection[str] = (),
 ) -> list[FileContainer | None]:
     """Collective over the training world. The container of each tier; None where this rank wants no slots.
 
@@ -47,6 +48,8 @@ def open_containers(
         Of a tier's name to hints for MPI-IO that ask for its striping.
     opening : ExitStack
         Gets what must be done if something fails later.
+    staying : collection of str
+        Tiers whose file of a node has a name as long as it is open.
 
     Raises
     ------
@@ -63,8 +66,31 @@ def open_containers(
             tell_of_hints(place.tier.name, opened[-1], place.tier.hints)
         else:
             hints = {**creation_hints.get(place.tier.name, {}), **place.tier.hints}
-            opened.append(open_node_file(place, slots, contents, node, means[place.tier.name], hints, opening))
+            how = means[place.tier.name]
+            opened.append(open_node_file(place, slots, contents, node, how, hints, opening, place.tier.name in staying))
+            tell_of_hints(place.tier.name, opened[-1], hints)
     return opened
+
+
+def open_again(
+    place: Place,
+    means: Means,
+    slots: Slots,
+    contents: Contents,
+    node: Node,
+    creation_hints: Mapping[str, Mapping[str, str]],
+) -> FileContainer | None:
+    """Another container like one that was opened by `open_containers`.
+
+    ``hdf5``: collective over the training world, and with a name as long as it is open; ``raw``: of this rank alone.
+    """
+    if means.container == "raw":
+        return open_own_file(place, means.transport, slots)
+    hints = {**creation_hints.get(place.tier.name, {}), **place.tier.hints}
+    with ExitStack() as opening:
+        container = open_node_file(place, slots, contents, node, means, hints, opening, stays=True)
+        opening.pop_all()
+    return container
 
 
 def pick_means(places: Sequence[Place], node: Node) -> dict[str, Means]:

@@ -71,8 +71,17 @@ def open_node_file(
     means: Means,
     hints: Mapping[str, str],
     opening: ExitStack,
+    stays: bool = False,
 ) -> FileContainer | None:
     """Collective over the training world. This rank's slots in its node's file; None if it wants none.
+
+    Parameters
+    ----------
+    place, slots, contents, node, means, hints, opening
+        As in `open_containers`.
+    stays : bool
+        Whether a file that is not kept has its name, in a folder of ours, until it is closed: without one it could not
+        become a part of a checkpoint.
 
     Raises
     ------
@@ -88,8 +97,11 @@ def open_node_file(
         extents = next(found for found in gather_on_node(node, made) if found is not None)
         share = shares[node.node_rank]
         container = together(lambda: _open(plan, share, extents[node.world_rank], means, hints, opening))
-        tell_of_hints(place.tier.name, container, hints)
-        together(lambda: _settle(plan, opening) if node.node_rank == 0 else None)
+        named = stays and shares[0].num_slots > 0
+        together(lambda: _settle(plan, opening) if node.node_rank == 0 and not named else None)
+        if named and container is not None:
+            container.endings = endings.pop_all()
+            opening.callback(container.close)
     if plan.final is not None:
         say("tier %s: what it holds stays in %s", place.tier.name, plan.final)
     return container

@@ -17,7 +17,7 @@ for the other there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from mlpo_hpc.state.seal import Seal
 from mlpo_hpc.state.table import Table
 from mlpo_hpc.state.watch import Watch
 from mlpo_hpc.state.write_behind import WriteBehind
+from mlpo_hpc.storage.base import FileContainer
 from mlpo_hpc.storage.index import Held
 from mlpo_hpc.storage.lane import Job
 from mlpo_hpc.storage.tier import StorageTier
@@ -214,7 +215,7 @@ class Pipeline(Room):
                     self._write(subgroup)
         self.flush()
 
-    def seal(self, write_back: bool) -> Seal:
+    def seal(self, write_back: bool, following: Mapping[int, FileContainer] | None = None) -> Seal:
         """Hold the state as it is now, while no subgroup is in use; close the seal before the next one.
 
         Parameters
@@ -222,6 +223,8 @@ class Pipeline(Room):
         write_back : bool
             Whether what is in host memory alone is written to the tiers; a subgroup is not handed out before that is
             done. Otherwise it is to be read from memory, and the caller lets nobody change it meanwhile.
+        following : mapping, optional
+            Of a tier's number to the file that it writes to from now on: all of the last one is sealed.
         """
         with self._watch:
             self._watch.raise_failure()
@@ -234,6 +237,8 @@ class Pipeline(Room):
                     seal.hold(subgroup)
             for subgroup in sorted(set(dirty) - set(in_memory), key=self._next_use):
                 self._write(subgroup)
+            for tier, container in (following or {}).items():
+                self.tiers[tier].succeed(container)
             return seal
 
     @property

@@ -6,7 +6,7 @@ at that moment is either written to the tiers at once, before it is used again, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from mlpo_hpc.state.table import Chunk, Table
 from mlpo_hpc.state.watch import Watch
@@ -47,6 +47,7 @@ class Seal:
         """Bytes of each subgroup's state."""
         self.memory = memory
         self._held: dict[int, dict[int, Chunk]] = {}
+        self._pinned = {number: tier.slots.pin() for number, tier in enumerate(tiers)}
 
     def hold(self, subgroup: int) -> None:
         """Hold what the table says of a subgroup, once; under the pipeline's lock."""
@@ -69,17 +70,24 @@ class Seal:
                 self._watch.wait(f"{self._table[subgroup].label} to be written for a checkpoint")
             return tuple(self._held[subgroup].values())
 
-    def release(self, subgroup: int) -> None:
-        """Let the slots of a subgroup be written to again."""
+    def release(self, subgroup: int, but: Collection[int] = ()) -> None:
+        """Let the slots of a subgroup be written to again, except those on some tiers."""
         with self._watch:
-            for chunk in self._held[subgroup].values():
-                self._tiers[chunk.tier].slots.release(chunk.slot)
-            self._held[subgroup] = {}
+            kept = {}
+            for index, chunk in self._held[subgroup].items():
+                if chunk.tier in but:
+                    kept[index] = chunk
+                else:
+                    self._tiers[chunk.tier].slots.release(chunk.slot)
+            self._held[subgroup] = kept
             self._slots_came()
 
     def close(self) -> None:
         """Release all. Idempotent."""
-        with self._watch:
-            self._closed = True
         for subgroup in self._held:
             self.release(subgroup)
+        with self._watch:
+            self._closed = True
+            pinned, self._pinned = self._pinned, {}
+            for number, generation in pinned.items():
+                self._tiers[number].slots.unpin(generation)

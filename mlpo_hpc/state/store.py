@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig, expand
 from mlpo_hpc.errors import ConfigError, TierFull, here
 from mlpo_hpc.state.cache import Pool
-from mlpo_hpc.state.containers import open_containers, pick_means
+from mlpo_hpc.state.containers import open_again, open_containers, pick_means
 from mlpo_hpc.state.layout import Layout, lay_out, least_host_bytes
+from mlpo_hpc.state.links import Succession, can_follow
 from mlpo_hpc.state.node_file import Means, Slots
 from mlpo_hpc.state.pipeline import Pipeline
 from mlpo_hpc.state.placement import Adaptive, Placement
@@ -28,6 +30,7 @@ from mlpo_hpc.state.visibility import look_across
 from mlpo_hpc.storage.base import round_up
 from mlpo_hpc.storage.contents import Contents
 from mlpo_hpc.storage.filesystem import describe
+from mlpo_hpc.storage.generations import Generations
 from mlpo_hpc.storage.lane import Lane
 from mlpo_hpc.storage.place import Place, find_places
 from mlpo_hpc.storage.tier import StorageTier
@@ -86,6 +89,8 @@ class Store:
     trace: Trace | None
     _resources: ExitStack
     _owner_pid: int = field(default_factory=os.getpid)
+    successions: list[Succession] = field(default_factory=list)
+    """Tiers whose file may become a part of a checkpoint."""
 
     def figures(self, found_bytes: int = 0) -> dict[str, Any]:
         """Totals of all tiers, and cache hits and misses, since the start; state in host memory before and now."""
@@ -169,9 +174,10 @@ def open_store(config: OffloadConfig, node: Node, needs: Needs) -> Store:
         means = pick_means(places, node) if moves else {}
         sharing = share_tiers(config, places, means, node, moves, resources)
         layout = _plan(config, node, needs, alone, sharing, places)
-        tiers = _open_tiers(config, node, needs, places, means, sharing, layout, creation_hints, resources)
+        tiers, successions = _open_tiers(config, node, needs, places, means, sharing, layout, creation_hints, resources)
         trace = together(lambda: _open_trace(config, node, tiers, resources))
         store = _assemble(config, needs, share, layout, sharing, tiers, places, trace, resources)
+        store.successions = successions
         _describe(config, node, needs, share, layout, tiers)
     return store
 
@@ -231,8 +237,8 @@ def _open_tiers(
     layout: Layout,
     creation_hints: Mapping[str, Mapping[str, str]],
     resources: ExitStack,
-) -> list[StorageTier]:
-    """Collective over the training world. The tiers on which this rank has slots."""
+) -> tuple[list[StorageTier], list[Succession]]:
+    """Collective over the training world. The tiers on which this rank has slots, and what follows their files."""
     tiers: list[StorageTier] = []
     resources.callback(lambda: _close_all(tiers))
     wanted = [Slots(layout.chunk_bytes, num_slots) for num_slots in layout.slots]
@@ -240,13 +246,37 @@ def _open_tiers(
     def start() -> None:
         for place, shared, container in zip(places, sharing, containers, strict=True):
             if container is not None:
-                tiers.append(StorageTier(place.tier.name, container, shared.tokens, config.checksum != "off"))
+                whole = Generations(container) if place.tier.name in followed else container
+                tiers.append(StorageTier(place.tier.name, whole, shared.tokens, config.checksum != "off"))
 
+    followed = [place.tier.name for place in places if means and can_follow(config, place, means[place.tier.name])]
     with ExitStack() as opening:
-        containers = open_containers(places, means, wanted, needs.contents, node, creation_hints, opening)
+        containers = open_containers(places, means, wanted, needs.contents, node, creation_hints, opening, followed)
         together(start)
         opening.pop_all()
-    return tiers
+    return tiers, _successions(node, needs, places, means, wanted, creation_hints, followed, tiers)
+
+
+def _successions(
+    node: Node,
+    needs: Needs,
+    places: Sequence[Place],
+    means: Mapping[str, Means],
+    wanted: Sequence[Slots],
+    creation_hints: Mapping[str, Mapping[str, str]],
+    followed: Sequence[str],
+    tiers: Sequence[StorageTier],
+) -> list[Succession]:
+    """Collective over the training world. How the files of tiers are followed by others, the same tiers on all."""
+    opened = {tier.name: tier for tier in tiers}
+    used = [place.tier.name for place, slots in zip(places, wanted, strict=True) if any(gather(slots.num_slots > 0))]
+    found = []
+    for number, (place, slots) in enumerate(zip(places, wanted, strict=True)):
+        name = place.tier.name
+        if name in followed and name in used:
+            again = partial(open_again, place, means[name], slots, needs.contents, node, creation_hints)
+            found.append(Succession(number, opened.get(name), means[name].container == "hdf5", again))
+    return found
 
 
 def _open_trace(config: OffloadConfig, node: Node, tiers: Sequence[StorageTier], resources: ExitStack) -> Trace | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,10 +24,15 @@ def round_up(size_bytes: int, unit_bytes: int = ALIGNMENT_BYTES) -> int:
 class Slots:
     """Which slots of a container are free; the lowest go first, to keep the file short.
 
-    A slot that is *held* is not taken again before it was both given back and released.
+    A slot that is *held* is not taken again before it was both given back and released. Slots of an earlier
+    generation (see `storage.generations`) are not taken any more; `emptied` is told when none of it is in use.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, emptied: Callable[[int], None] = lambda _: None) -> None:
+        self._num_slots = num_slots
+        self._emptied = emptied
+        self._generation = 0
+        self._taken = Counter[int]()
         self._free = list(range(num_slots))
         self._held: set[int] = set()
         self._given: set[int] = set()
@@ -34,14 +42,44 @@ class Slots:
 
     def take(self) -> int:
         """Take the lowest free slot. `IndexError` if there is none: ask for the length first."""
-        return heapq.heappop(self._free)
+        slot = heapq.heappop(self._free)
+        self._taken[self._generation] += 1
+        return slot
 
     def give(self, slot: int) -> None:
         """Make a slot free again."""
         if slot in self._held:
             self._given.add(slot)
-        else:
+            return
+        generation = slot // self._num_slots
+        self._taken[generation] -= 1
+        if generation == self._generation:
             heapq.heappush(self._free, slot)
+        else:
+            self._look(generation)
+
+    def pin(self) -> int:
+        """Let this generation not be emptied before `unpin`; its number."""
+        self._taken[self._generation] += 1
+        return self._generation
+
+    def unpin(self, generation: int) -> None:
+        """It may be emptied."""
+        self._taken[generation] -= 1
+        if generation != self._generation:
+            self._look(generation)
+
+    def renew(self) -> None:
+        """Take slots of the next generation only."""
+        self._generation += 1
+        first = self._generation * self._num_slots
+        self._free = list(range(first, first + self._num_slots))
+        self._look(self._generation - 1)
+
+    def _look(self, generation: int) -> None:
+        if not self._taken[generation]:
+            del self._taken[generation]
+            self._emptied(generation)
 
     def hold(self, slot: int) -> None:
         """Keep what is in a slot until `release`."""
@@ -163,6 +201,14 @@ class Transport(ABC):
             If not all was written; `TierFull` if there is no room.
         """
 
+    def link(self, path: str) -> bool:
+        """Give the file a name besides; False where that cannot be."""
+        return False
+
+    def punch(self, offset: int, size_bytes: int) -> None:
+        """Give the space of some bytes back, where that can be; they read as zeros."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Close the file. Idempotent, and never collective: a rank that fails waits for nobody."""
@@ -199,6 +245,8 @@ class FileContainer(Container):
         self.transport = transport
         self.base_bytes = base_bytes
         self.index = index
+        self.endings = ExitStack()
+        """What is to be done when it is closed."""
 
     def __str__(self) -> str:
         return f"{self.kind} over {self.transport.name} in {self.path}"
@@ -218,10 +266,20 @@ class FileContainer(Container):
     def _write(self, offset: int, view: memoryview) -> None:
         self.transport.write(self.base_bytes + offset, view)
 
+    def place(self, slot: int) -> int:
+        """Byte of the file at which a slot begins."""
+        return self.base_bytes + slot * self.slot_bytes
+
     def where(self, slot: int) -> str:
         """A slot's place in the file."""
-        return f"slot {slot} (byte {self.base_bytes + slot * self.slot_bytes})"
+        return f"slot {slot} (byte {self.place(slot)})"
+
+    def punch(self, slot: int, kept_bytes: int) -> None:
+        """Give the space of a slot back but for its first bytes, where that can be."""
+        if kept_bytes < self.slot_bytes:
+            self.transport.punch(self.place(slot) + kept_bytes, self.slot_bytes - kept_bytes)
 
     def close(self) -> None:
         """Close the file."""
-        self.transport.close()
+        with self.endings:
+            self.transport.close()

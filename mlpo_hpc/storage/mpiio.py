@@ -16,7 +16,15 @@ from typing import Any
 from mlpo_hpc.errors import StorageError, here, storage_error
 from mlpo_hpc.storage.base import Transport
 from mlpo_hpc.storage.filesystem import describe
-from mlpo_hpc.storage.posix import drop_pages, start_write_out, stuck, sync, write_out
+from mlpo_hpc.storage.posix import (
+    drop_pages,
+    link_file,
+    punch_hole,
+    start_write_out,
+    stuck,
+    sync,
+    write_out,
+)
 
 READ_BYTES = 2**20
 """Of a call. Where all of MPI-IO is under one lock, a reader that waits for the device holds writers up no longer."""
@@ -118,6 +126,12 @@ class MpiFile(Transport):
             if not 0 < moved <= rest.nbytes:
                 raise stuck(action, offset + done, moved, self.path)
             done += moved
+
+    def link(self, path: str) -> bool:
+        return link_file(f"/proc/self/fd/{self._fd}", os.path.abspath(path), self._fd)
+
+    def punch(self, offset: int, size_bytes: int) -> None:
+        punch_hole(self._fd, offset, size_bytes, self.path)
 
     def close(self) -> None:
         """Close all handles, unless MPI has ended before."""

@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 
 from mlpo_hpc.storage.lane import Lane
 
-SHARE = 10
+SHARE = 50
 """A lane that is busy all the time gives up one part in so many, so that the other traffic comes to an end too."""
-LEAST_PATIENCE_S = 0.05
+LEAST_PATIENCE_S = 0.5
 POLL_S = 0.002
 
 
 class Pace:
-    """One thread's way through some lanes: while they are idle, else a tenth of the time.
+    """One thread's way through some lanes: while they are idle, else a small part of the time.
 
     Parameters
     ----------

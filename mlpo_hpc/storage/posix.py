@@ -20,6 +20,7 @@ MAX_CALL_BYTES = 2**30  # Linux moves at most 0x7ffff000 bytes a call, some file
 
 # What open(O_TMPFILE) answers where the file system or kernel has no unnamed files.
 NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
+NO_LINKS = {errno.EXDEV, errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES}
 NO_DIRECT_IO = {errno.EINVAL, errno.EOPNOTSUPP}
 
 
@@ -73,6 +74,13 @@ class PosixFile(Transport):
                 raise stuck(action, offset + end, moved, self.path)
             done = progress
 
+    def link(self, path: str) -> bool:
+        """Give a file without a name one; False on another file system, or where files without a name had one."""
+        return link_file(f"/proc/self/fd/{self.fd}", os.path.abspath(path), self.fd)
+
+    def punch(self, offset: int, size_bytes: int) -> None:
+        punch_hole(self.fd, offset, size_bytes, self.path)
+
     def close(self) -> None:
         """Close the file; one without a name frees its space."""
         if self.fd < 0:
@@ -102,13 +110,51 @@ def sync(fd: int, path: str) -> None:
         raise storage_error("syncing the state file", path, error) from error
 
 
-# Flags of sync_file_range(2), which Python does not have.
+# Flags of fallocate(2) and sync_file_range(2), which Python does not have.
+KEEP_SIZE, PUNCH_HOLE = 1, 2
 WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4
+
+
+def punch_hole(fd: int, offset: int, size_bytes: int, path: str) -> None:
+    """Give the space of some bytes of a file back, where the file system can.
+
+    Raises
+    ------
+    StorageError
+        If the device failed.
+    """
+    code = _call_c("fallocate", fd, PUNCH_HOLE | KEEP_SIZE, offset, size_bytes)
+    if code not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
+        raise storage_error("giving space back", path, OSError(code, os.strerror(code)))
+
+
+def link_file(source: str, path: str, fd: int) -> bool:
+    """Give a file another name; False on another file system, or where there are no such links.
+
+    Parameters
+    ----------
+    source, path : str
+        Absolute: the old name, or that of a descriptor in ``/proc``, and the new one.
+    fd : int
+        Any descriptor: only with one Python follows what ``/proc`` links to.
+
+    Raises
+    ------
+    StorageError
+        If there is no room, or the like.
+    """
+    try:
+        os.link(source, path, src_dir_fd=fd, follow_symlinks=True)
+    except OSError as error:
+        if error.errno in NO_LINKS:
+            return False
+        raise storage_error("naming a state file", path, error) from error
+    return True
 
 
 def start_write_out(fd: int, offset: int, size_bytes: int) -> None:
     """Let the device begin with a range that was written; what goes wrong is found by `write_out`."""
-    _sync_file_range(fd, offset, size_bytes, WRITE)
+    _call_c("sync_file_range", fd, offset, size_bytes, WRITE)
 
 
 def write_out(fd: int, offset: int, size_bytes: int, path: str) -> None:
@@ -121,7 +167,7 @@ def write_out(fd: int, offset: int, size_bytes: int, path: str) -> None:
     StorageError
         If the device failed; `TierFull` if it has no room.
     """
-    code = _sync_file_range(fd, offset, size_bytes, WAIT_BEFORE | WRITE | WAIT_AFTER)
+    code = _call_c("sync_file_range", fd, offset, size_bytes, WAIT_BEFORE | WRITE | WAIT_AFTER)
     if code in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
         sync(fd, path)
     elif code:
@@ -129,16 +175,16 @@ def write_out(fd: int, offset: int, size_bytes: int, path: str) -> None:
 
 
 @cache
-def _of_c_library() -> Any:
-    return getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+def _of_c_library(name: str) -> Any:
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
-def _sync_file_range(fd: int, offset: int, size_bytes: int, flags: int) -> int:
-    """Call the C library; 0, or the number of the error."""
-    call = _of_c_library()
+def _call_c(name: str, fd: int, *numbers: int) -> int:
+    """Call a function of the C library on a file; 0, or the number of the error. Numbers go in registers of 64 bits."""
+    call = _of_c_library(name)
     if call is None:
         return errno.ENOSYS
-    done = call(fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), ctypes.c_uint(flags))
+    done = call(fd, *map(ctypes.c_int64, numbers))
     return ctypes.get_errno() if done else 0
 
 

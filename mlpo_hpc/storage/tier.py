@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlpo_hpc.storage.base import Container, Slots
+from mlpo_hpc.storage.base import Container, FileContainer, Slots
+from mlpo_hpc.storage.generations import Generations
 from mlpo_hpc.storage.lane import ReadLane, WriteLane
 from mlpo_hpc.telemetry.log import logger
 from mlpo_hpc.telemetry.metrics import Figures
@@ -32,12 +33,19 @@ class StorageTier:
         read_token, write_token = tokens or (FreeToken(), FreeToken())
         self.name = name
         self.container = container
-        self.slots = Slots(container.num_slots)
+        emptied = container.drop if isinstance(container, Generations) else None
+        self.slots = Slots(container.num_slots, *([emptied] if emptied else []))
         reading = Turn(read_token)
         writing = reading if write_token is read_token else Turn(write_token)
         self._turns = {"read": reading} if writing is reading else {"read": reading, "write": writing}
         self.reads = ReadLane(f"{name}-read", container, reading, checksum)
         self.writes = WriteLane(f"{name}-write", container, writing, checksum)
+
+    def succeed(self, following: FileContainer) -> None:
+        """Write to another file from now on."""
+        assert isinstance(self.container, Generations)
+        self.container.succeed(following)
+        self.slots.renew()
 
     def figures(self) -> dict[str, Figures]:
         """Totals of both directions; turns taken for both count as read."""

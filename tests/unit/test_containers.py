@@ -246,7 +246,7 @@ def test_the_lowest_slots_go_first():
 
 @pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, TierFull), (errno.EIO, StorageError)])
 def test_what_fails_while_a_range_is_written_out_is_said(tmp_path, monkeypatch, code, kind):
-    monkeypatch.setattr(posix, "_sync_file_range", lambda *_: code)
+    monkeypatch.setattr(posix, "_call_c", lambda *_: code)
     posix.start_write_out(0, 0, 4096)
     with pytest.raises(kind, match=f"syncing.*{errno.errorcode[code]}"):
         posix.write_out(0, 0, 4096, str(tmp_path))
@@ -260,7 +260,7 @@ def test_a_range_is_written_out_by_the_whole_file_where_that_cannot_be(tmp_path,
         file.flush()
         posix.write_out(file.fileno(), 0, 4096, "file")
         assert synced == []
-        monkeypatch.setattr(posix, "_sync_file_range", lambda *_: errno.ENOSYS)
+        monkeypatch.setattr(posix, "_call_c", lambda *_: errno.ENOSYS)
         posix.write_out(file.fileno(), 0, 4096, "file")
         assert synced == [file.fileno()]
 
@@ -268,7 +268,7 @@ def test_a_range_is_written_out_by_the_whole_file_where_that_cannot_be(tmp_path,
 def test_the_kernel_is_really_asked(tmp_path):
     """A pipe cannot be written out: the number of that error comes back."""
     reading, writing = os.pipe()
-    assert posix._sync_file_range(writing, 0, 4096, posix.WRITE) == errno.ESPIPE
-    assert posix._sync_file_range(-1, 0, 4096, posix.WRITE) == errno.EBADF
+    assert posix._call_c("sync_file_range", writing, 0, 4096, posix.WRITE) == errno.ESPIPE
+    assert posix._call_c("sync_file_range", -1, 0, 4096, posix.WRITE) == errno.EBADF
     os.close(reading)
     os.close(writing)

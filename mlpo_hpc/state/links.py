@@ -1,0 +1,138 @@
+"""State that lies beside a checkpoint becomes a part of it without being copied: its file gets a name there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlpo_hpc.cluster.node import Node, gather_on_node
+from mlpo_hpc.cluster.verdict import gather, together
+from mlpo_hpc.config import OffloadConfig
+from mlpo_hpc.state.node_file import Means
+from mlpo_hpc.storage.base import FileContainer
+from mlpo_hpc.storage.generations import Generations
+from mlpo_hpc.storage.place import Place
+from mlpo_hpc.storage.tier import StorageTier
+
+
+@dataclass(frozen=True)
+class Succession:
+    """How the file of a tier is followed by another.
+
+    Parameters
+    ----------
+    number : int
+        Of the tier in the configuration.
+    tier : StorageTier or None
+        None where this rank has no slots on it.
+    of_node : bool
+        Whether all ranks of a node have one file.
+    open : callable
+        Opens the next one: collective over the training world if it is of a node, this rank's alone otherwise.
+    """
+
+    number: int
+    tier: StorageTier | None
+    of_node: bool
+    open: Callable[[], FileContainer | None]
+
+
+@dataclass(frozen=True)
+class LinkedFile:
+    """A file of a tier that is in a checkpoint as it is.
+
+    Parameters
+    ----------
+    path : Path
+        In the folder of the checkpoint.
+    container : Generations
+        Of the tier.
+    generation : int
+        Of the file.
+    following : FileContainer
+        Where the tier's state goes from now on.
+    is_ours : bool
+        Whether this rank gave it its name there, and takes it away if the checkpoint will not be.
+    """
+
+    path: Path
+    container: Generations
+    generation: int
+    following: FileContainer
+    is_ours: bool
+
+    def undo(self) -> None:
+        """There will be no checkpoint, and nothing was written to what follows."""
+        self.following.close()
+        if self.is_ours:
+            with suppress(FileNotFoundError):
+                self.path.unlink()
+
+
+def can_follow(config: OffloadConfig, place: Place, means: Means) -> bool:
+    """Whether a checkpoint may take the file of a tier as it is, so that another one follows."""
+    if config.checkpoint.format != "mlpo_hpc" or config.checksum == "off" or place.tier.keep:
+        return False
+    return place.shared if means.container == "hdf5" else means.transport == "posix"
+
+
+def link_files(
+    successions: Sequence[Succession], node: Node, folder: Path, unique: str, failed: str
+) -> dict[str, LinkedFile]:
+    """Collective over the training world. Give files of tiers a name in a folder, where that can be; by tier.
+
+    Parameters
+    ----------
+    successions : sequence of Succession
+        The same tiers on all ranks.
+    node : Node
+        This rank's place.
+    folder : Path
+        Of the checkpoint.
+    unique : str
+        A part of the names.
+    failed : str
+        What cannot be done if this fails.
+
+    Raises
+    ------
+    StorageError
+        If a file that is to follow cannot be made.
+    """
+    found = [_follow(succession, node, folder, unique, failed) for succession in successions]
+    return dict(filter(None, found))
+
+
+def _follow(
+    succession: Succession, node: Node, folder: Path, unique: str, failed: str
+) -> tuple[str, LinkedFile] | None:
+    """Collective over the training world."""
+    names_it = not succession.of_node or node.node_rank == 0
+    mine = together(lambda: _name(succession, node, folder, unique) if names_it else None, failed)
+    path = gather_on_node(node, mine)[0] if succession.of_node else mine
+    following = None
+    if succession.of_node and any(gather(path is not None)):
+        following = succession.open()
+    elif not succession.of_node:
+        following = together(lambda: succession.open() if path is not None else None, failed)
+    tier = succession.tier
+    if following is None or tier is None:
+        return None
+    if path is None:  # on another node it could be named
+        following.close()
+        return None
+    assert isinstance(tier.container, Generations)
+    return tier.name, LinkedFile(path, tier.container, tier.container.last, following, names_it)
+
+
+def _name(succession: Succession, node: Node, folder: Path, unique: str) -> Path | None:
+    """Give the file a name; None where that cannot be."""
+    if succession.tier is None:
+        return None
+    container = succession.tier.container
+    assert isinstance(container, Generations)
+    ending = "h5" if succession.of_node else "bin"
+    path = folder / f"sealed{succession.number}-{node.world_rank:05d}-{unique}.{ending}"
+    return path if container.member(container.last).transport.link(str(path)) else None
