@@ -288,6 +288,7 @@ def main() -> None:
             total += loss.detach() / (accumulation * world_size)
         torch.distributed.all_reduce(total)
         progress.step(total.item(), text_tokens, engine.optimizer.offload_report())
+        engine.optimizer.record_loss(total.item(), text_tokens)  # for mlpo report
         if stop and stop.requested():
             break
     done = begin + len(progress.history)

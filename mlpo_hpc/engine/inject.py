@@ -106,7 +106,7 @@ def _initialize(
         )
     _map_checkpoints(result[0])
     _own_checkpoints(result[0])
-    _tell_monitor(result[0])
+    _follow_steps(result[0])
     result[0].optimizer.keep_heap(reuse_freed_memory)
     return result
 
@@ -263,15 +263,20 @@ def _versions() -> dict[str, str]:
     return {"mlpo_hpc": mlpo_hpc.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
 
 
-def _tell_monitor(engine: Any) -> None:
-    """Let our figures go to DeepSpeed's own monitor (TensorBoard, W&B, CSV) too, where it is on."""
-    if not engine.monitor.enabled:
+def _follow_steps(engine: Any) -> None:
+    """Let our figures go to the journal, and to DeepSpeed's own monitor (TensorBoard, W&B, CSV), where they are on."""
+    journal = engine.optimizer.journal
+    if journal is None and not engine.monitor.enabled:
         return
     seen = weakref.ref(engine)  # the engine has the optimizer
 
     def tell(report: Mapping[str, Any]) -> None:
         here = seen()
-        if here is not None:
+        if here is None:
+            return
+        if journal is not None:
+            journal.step(here.global_steps + 1, report)  # DeepSpeed counts this step later
+        if here.monitor.enabled:
             samples = here.global_samples + here.train_batch_size()  # as DeepSpeed counts this step itself
             here.monitor.write_events([(f"Train/Offload/{name}", value, samples) for name, value in _figures(report)])
 

@@ -26,6 +26,7 @@ from mlpo_hpc.cluster.node import find_node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.engine.contents import describe_contents
 from mlpo_hpc.engine.gradients import Gradients
+from mlpo_hpc.engine.journaling import Journaling
 from mlpo_hpc.engine.native_checkpoint import NativeCheckpoint
 from mlpo_hpc.engine.own_checkpoint import OwnCheckpoint
 from mlpo_hpc.engine.records import Opened, Part, Records, wants_split
@@ -50,7 +51,7 @@ STOCK_CLASS = DeepSpeedZeroOptimizer_Stage3
 """DeepSpeed's own, whatever stands in its place later."""
 
 
-class OffloadStage3(Gradients, StateFile, OwnCheckpoint, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
+class OffloadStage3(Gradients, Journaling, StateFile, OwnCheckpoint, NativeCheckpoint, DeepSpeedZeroOptimizer_Stage3):
     """ZeRO-3 whose fp32 weights and optimizer state live on several tiers at once.
 
     Built by `deepspeed.initialize` under `mlpo_hpc.offload`; takes what its base takes.
@@ -146,6 +147,7 @@ class OffloadStage3(Gradients, StateFile, OwnCheckpoint, NativeCheckpoint, DeepS
         if store.trace is not None:
             self._clock.record = store.trace.track("phases")
             self._tell = store.trace.track("compute")
+        self._begin_journal(store, numels)
         self._gradient = torch.frombuffer(store.scratch, dtype=torch.float32, count=held.part_items)
         held.lend(store.scratch[gradient_bytes:])
         self._offsets = list(itertools.accumulate(numels, initial=0))
@@ -379,6 +381,8 @@ class OffloadStage3(Gradients, StateFile, OwnCheckpoint, NativeCheckpoint, DeepS
         with ExitStack() as endings:
             endings.callback(super().destroy)
             endings.callback(self._store.close)
+            if self.journal is not None:
+                endings.callback(self.journal.close)
             endings.callback(lambda: self._store.leave_behind(self._steps))
             if self.saving is not None:
                 self.saving.wait()
