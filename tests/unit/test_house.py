@@ -20,7 +20,7 @@ FLOORS = [
     {"state"},
     {"checkpoint"},
     {"engine", "planner"},
-    {"cli", "bench", "doctor"},
+    {"cli", "bench", "doctor", "report"},
 ]
 HEAVY = {"torch", "deepspeed", "mpi4py", "h5py"}
 
