@@ -72,7 +72,9 @@ class Chart:
             f"<title>{escape(label)}</title>{body}</svg>"
         )
 
-    def _areas(self, numbers: Sequence[int], layers: Sequence[Sequence[Number]]) -> list[str]:
+    def _areas(self, numbers: Sequence[float], layers: Sequence[Sequence[Number]]) -> list[str]:
+        if len(numbers) == 1:  # an area needs a width
+            numbers, layers = [numbers[0] - 0.5, numbers[0] + 0.5], [[*layer, *layer] for layer in layers]
         tops = [[0.0] * len(numbers)]
         for layer in layers:
             tops.append([below + (value or 0.0) for below, value in zip(tops[-1], layer, strict=True)])
@@ -81,11 +83,6 @@ class Chart:
         for one, lower, upper in zip(self.series, tops, tops[1:], strict=False):
             there = list(zip(numbers, upper, strict=True))
             back = list(zip(reversed(numbers), reversed(lower), strict=True))
-            if len(numbers) == 1:  # an area needs a width
-                there, back = (
-                    [(n, v) for n in (self.numbers[0] - 0.5, numbers[0] + 0.5) for v in upper],
-                    [(n, v) for n in (numbers[0] + 0.5, numbers[0] - 0.5) for v in lower],
-                )
             points = " ".join(self._point(number, value) for number, value in [*there, *back])
             drawn.append(f'<polygon class="area {one.style}" points="{points}"/>')
         return drawn
@@ -195,7 +192,12 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _step_ticks(first: int, last: int) -> list[int]:
-    return sorted({round(first + (last - first) * part / 6) for part in range(7)})
+    """Round numbers of steps within a range, the first one too."""
+    ticks = _ticks(first, max(last, first + NUM_TICKS))
+    inside = sorted({round(tick) for tick in ticks if first < tick <= last})
+    if inside and inside[0] - first < (last - first) / 20:  # no room for both
+        inside = inside[1:]
+    return [first, *inside]
 
 
 def _short(value: Number) -> str:

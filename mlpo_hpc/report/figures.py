@@ -94,7 +94,7 @@ def _tier(name: str, run: Run, steps: Sequence[Step]) -> TierFigures:
         node: _of_node(name, node, steps) for node in dict.fromkeys(n for s in steps for n in s.tiers.get(name, ()))
     }
     training_s = math.fsum(step.iteration_s or 0.0 for step in steps)
-    facts = next(
+    facts: dict[str, Any] = next(
         (ranks[r]["tiers"][name] for ranks in _said(run) for r in sorted(ranks) if name in ranks[r]["tiers"]), {}
     )
     busy_s = statistics.fmean(moved.busy_s for moved in nodes.values())

@@ -13,7 +13,6 @@ from typing import Any
 from mlpo_hpc.errors import MlpoError
 from mlpo_hpc.telemetry.journal import PREFIX, SUFFIX
 
-
 NEEDED = {"began_s", "world_rank", "world_size", "host", "tiers"}
 """Without these a start says nothing."""
 
@@ -105,7 +104,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _part(start: dict[str, Any]) -> Part:
-    if not NEEDED <= start.keys():
+    if NEEDED - start.keys():
         raise ValueError
     return Part(start)
 

@@ -14,12 +14,13 @@ from mlpo_hpc.report.run import Moved, Run, Step
 HALF = 470
 """Width of a chart that has another one beside it."""
 NUM_TIER_STYLES = 4
+UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def draw_loss(run: Run) -> str:
     """Loss over steps; gaps where none was recorded, or it was no finite number."""
     losses = [step.loss if step.loss is not None and math.isfinite(step.loss) else None for step in run.steps]
-    return _figure(run, "loss", [Series("loss", "c-loss", losses)], "Loss over steps", from_zero=False)
+    return _figure(run, "", [Series("loss", "c-loss", losses)], "Loss over steps", from_zero=False)
 
 
 def draw_phases(run: Run) -> str:
@@ -29,7 +30,7 @@ def draw_phases(run: Run) -> str:
         for name in ("forward", "backward", "update")
     ]
     other = Series("other", "c-other", [_other_s(step) for step in run.steps])
-    return _figure(run, "s", [*phases, other], "Seconds of a step by phase", stacked=True)
+    return _figure(run, "s", [*phases, other], "A step by phase", stacked=True)
 
 
 def _other_s(step: Step) -> float:
@@ -45,17 +46,22 @@ def draw_rates(run: Run, tier: TierFigures) -> str:
         for name, way in (("read", "read"), ("written", "write"))
     ]
     if tier.expected_bps:
-        name = "measured at the start, each way" if tier.facts.get("measured_bps") else "configured, each way"
+        name = "measured" if tier.facts.get("measured_bps") else "configured"
         lines.append(Series(name, "c-expected", [tier.expected_bps / 1e9] * len(run.steps), dashed=True))
-    return _figure(run, "GB/s", lines, f"GB/s of a node on {tier.name}", width=HALF)
+    return _figure(run, "GB/s", lines, "Rate of a node", width=HALF)
 
 
 def draw_bytes(run: Run, tier: TierFigures) -> str:
-    """GB that all nodes move in each step."""
-    read = [sum(moved.bytes_read for moved in step.tiers.get(tier.name, {}).values()) / 1e9 for step in run.steps]
-    written = [sum(moved.bytes_written for moved in step.tiers.get(tier.name, {}).values()) / 1e9 for step in run.steps]
-    lines = [Series("read", "c-read", read), Series("written", "c-written", written)]
-    return _figure(run, "GB", lines, f"GB a step on {tier.name}, all nodes", width=HALF)
+    """Bytes that all nodes move in each step."""
+    moved = [step.tiers.get(tier.name, {}).values() for step in run.steps]
+    read = [sum(of_node.bytes_read for of_node in nodes) for nodes in moved]
+    written = [sum(of_node.bytes_written for of_node in nodes) for nodes in moved]
+    unit, scale = byte_unit(max([*read, *written]))
+    lines = [
+        Series(name, f"c-{name}", [nbytes / scale for nbytes in values])
+        for name, values in (("read", read), ("written", written))
+    ]
+    return _figure(run, unit, lines, "Moved in a step, all nodes", width=HALF)
 
 
 def draw_busy(run: Run, tiers: Sequence[TierFigures]) -> str:
@@ -64,7 +70,7 @@ def draw_busy(run: Run, tiers: Sequence[TierFigures]) -> str:
         Series(tier.name, tier_style(place), [_busy_percent(step, tier.name) for step in run.steps])
         for place, tier in enumerate(tiers)
     ]
-    return _figure(run, "%", lines, "Part of an iteration in which each tier moves bytes")
+    return _figure(run, "%", lines, "Part of an iteration in which a tier moves bytes")
 
 
 def _busy_percent(step: Step, tier: str) -> Number:
@@ -86,7 +92,12 @@ def draw_waits(run: Run, tiers: Sequence[TierFigures]) -> str:
         Series(tier.name, tier_style(place), [_mean(step, tier.name, lambda moved: moved.wait_s) for step in run.steps])
         for place, tier in enumerate(tiers)
     ]
-    return _figure(run, "s", lines, "Seconds a rank's threads wait for tokens in a step", width=HALF)
+    return _figure(run, "s", lines, "Wait for tokens in a step", width=HALF)
+
+
+def byte_unit(most_bytes: float) -> tuple[str, float]:
+    """Unit for sizes up to that one, and its bytes."""
+    return next(((unit, scale) for unit, scale in UNITS if most_bytes >= scale), UNITS[-1])
 
 
 def tier_style(place: int) -> str:
@@ -108,7 +119,8 @@ def _figure(
     legend = "".join(
         f'<span><i class="{one.style}{" dashed" if one.dashed else ""}"></i>{escape(one.name)}</span>' for one in series
     )
-    caption = f'<figcaption class="legend"><b>{escape(label)} ({escape(unit)})</b>{legend}</figcaption>'
+    title = f"{label}, {unit}" if unit else label
+    caption = f'<figcaption class="legend"><b>{escape(title)}</b>{legend}</figcaption>'
     return f"<figure>{caption}{chart.svg(label)}</figure>"
 
 
