@@ -103,7 +103,8 @@ def _tiles(run: Run, figures: Figures) -> str:
         tiles.append(("text tokens a second", f"{figures.text_tokens_ps:,.0f}"))
     if figures.tiers:
         moved = (sum(t.read_bytes for t in figures.tiers), sum(t.written_bytes for t in figures.tiers))
-        tiles.append(("GB read / written a step", " / ".join(map(_gigabytes, moved))))
+        unit, scale = pictures.byte_unit(max(moved))
+        tiles.append((f"{unit} read / written a step", " / ".join(f"{nbytes / scale:.3g}" for nbytes in moved)))
     tiles.append(("state found in host memory", f"{figures.found_share:.0%}"))
     shown = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for what, value in tiles
@@ -114,7 +115,7 @@ def _tiles(run: Run, figures: Figures) -> str:
 def _storage(run: Run, tiers: Sequence[TierFigures]) -> str:
     if not tiers:
         return _section("Tiers", "<p>None is used: all state stays in host memory.</p>")
-    columns = ("at work", "GB/s read", "GB/s written", "GB/s expected", "of it", "GB read a step", "GB written a step")
+    columns = ("at work", "GB/s read", "GB/s written", "GB/s expected", "of it", "read a step", "written a step")
     rows = [
         [
             tier.name,
@@ -123,8 +124,8 @@ def _storage(run: Run, tiers: Sequence[TierFigures]) -> str:
             _gbps(tier.write_bps),
             _gbps(tier.expected_bps),
             "" if tier.of_expected is None else f"{tier.of_expected:.0%}",
-            _gigabytes(tier.read_bytes),
-            _gigabytes(tier.written_bytes),
+            _size(tier.read_bytes),
+            _size(tier.written_bytes),
         ]
         for tier in tiers
     ]
@@ -140,9 +141,7 @@ def _storage(run: Run, tiers: Sequence[TierFigures]) -> str:
 def _memory(run: Run, figures: Figures) -> str:
     waits = pictures.draw_waits(run, figures.tiers) if figures.tiers else ""
     host = run.steps[-1].memory["host_bytes"] / max(1, len(run.starts[-1].nodes))
-    note = (
-        f"Buffers and cache may take {_gigabytes(host)} GB of a node. What is found there is neither read nor written."
-    )
+    note = f"Buffers and cache may take {_size(host)} of a node. What is found there is neither read nor written."
     return _section("Host memory and turns", f'<div class="pair">{pictures.draw_found(run)}{waits}</div>', note)
 
 
@@ -151,17 +150,17 @@ def _wear(tiers: Sequence[TierFigures]) -> str:
         [
             tier.name,
             f"{tier.wear.written_bytes / 1e12:,.2f}",
-            _gigabytes(tier.facts.get("filesystem_bytes") or 0.0),
+            _size(tier.facts.get("filesystem_bytes") or 0.0),
             "" if tier.wear.drive_writes is None else f"{tier.wear.drive_writes:,.2f}",
             "" if not tier.wear.rated_days else f"{tier.wear.rated_days:,.0f}",
         ]
         for tier in tiers
         if tier.wear is not None
     ]
-    columns = ("TB written a day", "GB, size", "drive writes a day", "days until a drive of 1 a day is worn out")
+    columns = ("TB written a day", "size", "drive writes a day", "days until a drive of 1 a day is worn out")
     note = (
-        "What a node writes to drives of its own in 24 hours of such steps, over the size of the file system. Drives of "
-        "data centres are rated for 1 to 3 drive writes a day, for five years."
+        "What a node writes to drives of its own in 24 hours of such steps, over the size of the file system. Drives "
+        "of data centres are rated for 1 to 3 drive writes a day, for five years."
     )
     return _section("Wear", _table(("tier",), columns, rows), note) if rows else ""
 
@@ -238,5 +237,6 @@ def _gbps(bps: float | None) -> str:
     return "" if bps is None else f"{bps / 1e9:.2f}"
 
 
-def _gigabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.0f}" if nbytes >= 1e11 else f"{nbytes / 1e9:.3g}"
+def _size(nbytes: float) -> str:
+    unit, scale = pictures.byte_unit(nbytes)
+    return f"{nbytes / scale:.3g} {unit}"

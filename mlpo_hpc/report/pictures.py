@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 
 from mlpo_hpc.report.chart import Chart, Number, Series
@@ -40,9 +41,7 @@ def _other_s(step: Step) -> float:
 def draw_rates(run: Run, tier: TierFigures) -> str:
     """GB/s of a node while the tier moves bytes, on average of the nodes, beside what was expected."""
     lines = [
-        Series(
-            name, f"c-{name}", [_mean(step, tier.name, lambda moved, way=way: _gbps(moved, way)) for step in run.steps]
-        )
+        Series(name, f"c-{name}", [_mean(step, tier.name, partial(_gbps, way=way)) for step in run.steps])
         for name, way in (("read", "read"), ("written", "write"))
     ]
     if tier.expected_bps:
