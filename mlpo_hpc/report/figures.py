@@ -28,7 +28,7 @@ class TierFigures:
     expected_bps: float | None
     """Each way while the other way is used too, as measured at the start, else as configured; None: not known."""
     busy_s: float
-    """A step, on average of the nodes."""
+    """A step, of the node whose ranks use it longest: the others wait for it."""
     busy_share: float
     """Of an iteration; 0 to 1."""
     wait_s: float
@@ -97,7 +97,7 @@ def _tier(name: str, run: Run, steps: Sequence[Step]) -> TierFigures:
     facts: dict[str, Any] = next(
         (ranks[r]["tiers"][name] for ranks in _said(run) for r in sorted(ranks) if name in ranks[r]["tiers"]), {}
     )
-    busy_s = statistics.fmean(moved.busy_s for moved in nodes.values())
+    busy_s = max(moved.busy_s for moved in nodes.values())
     read_bps, write_bps = (_mean_of_known(moved.bps(way) for moved in nodes.values()) for way in ("read", "write"))
     return TierFigures(
         name,

@@ -33,7 +33,9 @@ class Finding:
 
 def findings_of(run: Run, figures: Figures) -> list[Finding]:
     """The verdict first, then what should be known beside it."""
-    return [_verdict(figures), *_losses(run), *_slow_tiers(figures), *_wear(figures), *_journals(run)]
+    verdict = _verdict(figures)
+    slow = _slow_tiers(figures) if verdict.kind == "storage" else []
+    return [verdict, *_losses(run), *slow, *_wear(figures), *_journals(run)]
 
 
 def _verdict(figures: Figures) -> Finding:

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from mlpo_hpc.cli import main
 from mlpo_hpc.cluster.network import first_free_port
 from tests.ranks import ROOT
 
@@ -71,6 +73,24 @@ def test_a_trace_shows_phases_subgroups_and_every_chunk(tmp_path):
     assert names.count("update") == names.count("forward") == names.count("backward") == 4
     read = sum(e["args"].get("bytes", 0) for track in ("nvme read", "pfs read") for e in by_track[track])
     assert read >= sum(step["bytes_read"] for step in figures)
+
+
+def test_a_run_and_its_next_start_are_one_report(tmp_path):
+    env = {"MLPO_HPC_TELEMETRY__DIR": str(tmp_path / "telemetry")}
+    checkpoint = ["--checkpoint", str(tmp_path / "ckpt")]
+    _, first = example(tmp_path, "--steps", "2", *checkpoint, env=env)
+    _, second = example(tmp_path, *checkpoint, env=env)
+    done = CliRunner().invoke(main, ["report", str(tmp_path / "telemetry"), "--json", "-o", str(tmp_path / "run.html")])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert [start["steps"] for start in found["starts"]] == [[1, 2], [3, 4]]
+    assert losses(found["steps"]) == losses(first) + losses(second)
+    assert [line["tiers"]["nvme"] != {} for line in found["steps"]] == [True] * 4
+    read = [sum(of["bytes_read"] for tier in s["tiers"].values() for of in tier.values()) for s in found["steps"]]
+    assert read == [step["bytes_read"] for step in first + second]
+    page = (tmp_path / "run.html").read_text()
+    assert "Loss over steps" in page
+    assert "restart at step 3" in page
 
 
 def test_kept_state_files_are_read_by_any_tool(tmp_path):
