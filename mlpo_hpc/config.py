@@ -195,7 +195,7 @@ class Telemetry(Section):
     """What a run writes about itself."""
 
     dir: str | None = None
-    """Folder for it, made if it is missing; ``${VAR}`` is expanded."""
+    """Folder for it, made if it is missing; ``${VAR}`` is expanded. ``mlpo report`` reads what it gets."""
     trace: bool = False
     """Write ``trace.<rank>.json`` there: what moved, waited and computed when, for ui.perfetto.dev."""
 
