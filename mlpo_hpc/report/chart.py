@@ -13,6 +13,9 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 26
 MOST_POINTS = 240
 """Along a chart; longer runs are drawn in groups of steps."""
 NUM_TICKS = 4
+"""Steps of the value axis, more or less."""
+STEP_TICK_WIDTH = 110
+"""Room for the number of a step."""
 Number = float | None
 
 
@@ -57,8 +60,8 @@ class Chart:
     restarts: Sequence[int] = ()
     from_zero: bool = True
     width: int = 960
-    _low: float = field(default=0.0, init=False)
-    _high: float = field(default=1.0, init=False)
+    _scale: list[float] = field(default_factory=list, init=False)
+    """Ticks of the value axis, which it begins and ends with."""
 
     def svg(self, label: str) -> str:
         """The drawing; `label` says in words what it shows."""
@@ -78,7 +81,7 @@ class Chart:
         tops = [[0.0] * len(numbers)]
         for layer in layers:
             tops.append([below + (value or 0.0) for below, value in zip(tops[-1], layer, strict=True)])
-        self._scale(tops[-1])
+        self._fit(tops[-1])
         drawn = []
         for one, lower, upper in zip(self.series, tops, tops[1:], strict=False):
             there = list(zip(numbers, upper, strict=True))
@@ -88,7 +91,7 @@ class Chart:
         return drawn
 
     def _lines(self, numbers: Sequence[int], lines: Sequence[Sequence[Number]]) -> list[str]:
-        self._scale([value for line in lines for value in line if value is not None])
+        self._fit([value for line in lines for value in line if value is not None])
         drawn = []
         for one, values in zip(self.series, lines, strict=True):
             dash = " dashed" if one.dashed else ""
@@ -99,15 +102,14 @@ class Chart:
                 drawn.append(f'<polyline class="line {one.style}{dash}" points="{points}"{dot}/>')
         return drawn
 
-    def _scale(self, values: Sequence[float]) -> None:
+    def _fit(self, values: Sequence[float]) -> None:
         """Choose the ends of the value axis."""
         low, high = min(values, default=0.0), max(values, default=1.0)
         if self.from_zero:
             low = 0.0
         elif high == low:
             low = low - 0.5
-        ticks = _ticks(low, high if high > low else low + 1.0)
-        self._low, self._high = ticks[0], ticks[-1]
+        self._scale = _ticks(low, high if high > low else low + 1.0, NUM_TICKS)
 
     def _x(self, number: float) -> float:
         first, last = self.numbers[0], self.numbers[-1]
@@ -116,18 +118,19 @@ class Chart:
         return LEFT + (number - first) / (last - first) * (self.width - LEFT - RIGHT)
 
     def _y(self, value: float) -> float:
-        return TOP + (self._high - value) / (self._high - self._low) * (HEIGHT - TOP - BOTTOM)
+        low, high = self._scale[0], self._scale[-1]
+        return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     def _point(self, number: float, value: float) -> str:
         return f"{self._x(number):.1f},{self._y(value):.1f}"
 
     def _axes(self) -> str:
         parts = []
-        for tick in _ticks(self._low, self._high):
+        for tick in self._scale:
             y = self._y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text class="tick end" x="{LEFT - 7}" y="{y + 4:.1f}">{_short(tick)}</text>')
-        for number in _step_ticks(self.numbers[0], self.numbers[-1]):
+        for number in _step_ticks(self.numbers[0], self.numbers[-1], self.width // STEP_TICK_WIDTH):
             parts.append(f'<text class="tick middle" x="{self._x(number):.1f}" y="{HEIGHT - 8}">{number:,}</text>')
         return "".join(parts)
 
@@ -182,18 +185,18 @@ def _pieces(numbers: Sequence[int], values: Sequence[Number]) -> list[list[tuple
     return [piece for piece in pieces if piece]
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Round values that hold a range, some `NUM_TICKS` steps of them."""
-    rough = (high - low) / NUM_TICKS
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """Round values that hold a range, `count` steps of them or a few less."""
+    rough = (high - low) / count
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [count * step for count in range(first, last + 1)]
 
 
-def _step_ticks(first: int, last: int) -> list[int]:
+def _step_ticks(first: int, last: int, count: int) -> list[int]:
     """Round numbers of steps within a range, the first one too."""
-    ticks = _ticks(first, max(last, first + NUM_TICKS))
+    ticks = _ticks(first, max(last, first + count), count)
     inside = sorted({round(tick) for tick in ticks if first < tick <= last})
     if inside and inside[0] - first < (last - first) / 20:  # no room for both
         inside = inside[1:]

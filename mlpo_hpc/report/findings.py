@@ -77,7 +77,7 @@ def _who(figures: Figures, busiest: TierFigures) -> str:
 def _what_helps(figures: Figures, busiest: TierFigures) -> str:
     if figures.update_floor_s and figures.phases_s["update"] > figures.update_floor_s:
         times = figures.phases_s["update"] / figures.update_floor_s
-        ratio = f"It takes {times:.2f} times what the tiers need for its bytes"
+        ratio = f"The update takes {times:.2f} times what the tiers need for its bytes"
         return (
             f"{ratio} at their expected rates. More host memory, another tier or more micro-batches an iteration help."
         )
@@ -128,9 +128,7 @@ def _wear(figures: Figures) -> list[Finding]:
 def _journals(run: Run) -> list[Finding]:
     found = []
     if run.num_torn:
-        found.append(
-            Finding("warning", f"{run.num_torn} lines of the journals are cut short or damaged, and left out.")
-        )
+        found.append(Finding("warning", f"Lines cut short or damaged, and left out: {run.num_torn}."))
     for start in run.starts:
         missing = start.first["world_size"] - len(start.ranks)
         if missing:
@@ -140,7 +138,7 @@ def _journals(run: Run) -> list[Finding]:
             found.append(Finding("warning", f"{text}. Is 'telemetry.dir' on storage that all nodes share?"))
             break
     if run.num_redone:
-        found.append(Finding("warning", f"{run.num_redone} steps were done again after a restart."))
+        found.append(Finding("warning", f"Steps that were done again after a restart: {run.num_redone}."))
     starts = run.starts
     if any(later.began_s < earlier.ended_s for earlier, later in itertools.pairwise(starts)):
         found.append(Finding("warning", "Starts overlap in time: two runs wrote here, and their steps are mixed."))

@@ -105,6 +105,8 @@ def _tiles(run: Run, figures: Figures) -> str:
         moved = (sum(t.read_bytes for t in figures.tiers), sum(t.written_bytes for t in figures.tiers))
         unit, scale = pictures.byte_unit(max(moved))
         tiles.append((f"{unit} read / written a step", " / ".join(f"{nbytes / scale:.3g}" for nbytes in moved)))
+    if (busiest := figures.busiest) is not None:
+        tiles.append(("tier at work longest", f"{busiest.name} {busiest.busy_share:.0%}"))
     tiles.append(("state found in host memory", f"{figures.found_share:.0%}"))
     shown = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for what, value in tiles

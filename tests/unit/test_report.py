@@ -76,7 +76,7 @@ def test_what_a_kill_or_a_bad_disk_left_is_counted_and_the_rest_read(folder):
     assert found.parts[0].losses == {1: (2.0, None)}
     assert found.num_torn == 4, "a step before any start, a number, a line without figures, the torn one"
     run, figures = load(folder)
-    assert "4 lines of the journals are cut short or damaged" in texts(run, figures)
+    assert "cut short or damaged, and left out: 4" in texts(run, figures)
 
 
 def test_other_files_are_no_journals(folder):
@@ -97,7 +97,7 @@ def test_after_a_restart_the_last_doing_of_a_step_counts(folder):
     assert [s.loss for s in run.steps] == [9.0, 9.0, 1.0, None, None]
     assert run.num_redone == 2
     assert figures.losses == (9.0, 1.0)
-    assert "2 steps were done again after a restart" in texts(run, figures)
+    assert "done again after a restart: 2" in texts(run, figures)
     assert "overlap" not in texts(run, figures)
 
 
@@ -331,7 +331,7 @@ def test_the_command_writes_the_page_and_says_what_matters(folder):
     done = command(folder)
     assert done.exit_code == 0, done.output
     assert "Bound by the update itself" in done.output
-    assert "1 lines of the journals are cut short" in done.output
+    assert "cut short or damaged, and left out: 1" in done.output
     assert f"page: {folder / 'report.html'}" in done.output
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert sorted(os.listdir(folder)) == ["report.html", "steps-0.jsonl"]
