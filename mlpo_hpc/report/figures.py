@@ -94,10 +94,11 @@ def _tier(name: str, run: Run, steps: Sequence[Step]) -> TierFigures:
         node: _of_node(name, node, steps) for node in dict.fromkeys(n for s in steps for n in s.tiers.get(name, ()))
     }
     training_s = math.fsum(step.iteration_s or 0.0 for step in steps)
+    at_once = [list(step.tiers[name].values()) for step in steps if step.tiers.get(name)]
     facts: dict[str, Any] = next(
         (ranks[r]["tiers"][name] for ranks in _said(run) for r in sorted(ranks) if name in ranks[r]["tiers"]), {}
     )
-    busy_s = max(moved.busy_s for moved in nodes.values())
+    busy_s = math.fsum(max(moved.busy_s for moved in of_nodes) for of_nodes in at_once)
     read_bps, write_bps = (_mean_of_known(moved.bps(way) for moved in nodes.values()) for way in ("read", "write"))
     return TierFigures(
         name,
@@ -109,9 +110,9 @@ def _tier(name: str, run: Run, steps: Sequence[Step]) -> TierFigures:
         expected_bps(facts),
         busy_s / len(steps),
         min(1.0, _share(busy_s, training_s)),
-        statistics.fmean(moved.wait_s for moved in nodes.values()) / len(steps),
+        statistics.fmean(moved.wait_s for of_nodes in at_once for moved in of_nodes),
         _slowest(nodes),
-        _wear(name, facts, max(moved.bytes_written for moved in nodes.values()), training_s),
+        None if facts.get("shared") else _wear(name, facts, nodes, steps),
     )
 
 
@@ -166,10 +167,15 @@ def _slowest(nodes: dict[NodeKey, Moved]) -> str | None:
     return slowest[0] if rates[slowest] * UNEVEN < statistics.fmean(rates.values()) else None
 
 
-def _wear(name: str, facts: dict[str, Any], written_bytes: float, training_s: float) -> Wear | None:
-    if facts.get("shared") or not training_s:
+def _wear(name: str, facts: dict[str, Any], nodes: dict[NodeKey, Moved], steps: Sequence[Step]) -> Wear | None:
+    """Each node writes in the steps that it takes part in: after a restart there may be others."""
+    took_s = {
+        node: math.fsum(step.iteration_s or 0.0 for step in steps if node in step.tiers.get(name, ())) for node in nodes
+    }
+    rates = [moved.bytes_written / took_s[node] for node, moved in nodes.items() if took_s[node]]
+    if not rates:
         return None
-    a_day, size = written_bytes * DAY_S / training_s, facts.get("filesystem_bytes")
+    a_day, size = max(rates) * DAY_S, facts.get("filesystem_bytes")
     return Wear(name, a_day, a_day / size if size else None)
 
 

@@ -160,6 +160,19 @@ def test_figures_are_those_of_the_steps_with_a_known_duration(folder):
     assert nvme.wear.drive_writes == pytest.approx(34.56)
 
 
+def test_a_restart_on_another_node_changes_no_figure(folder):
+    first = [start(), step(1), step(2), step(3)]
+    write(folder, 0, *first)
+    _, alone = load(folder)
+    write(folder, 0, *first, start(began_s=2000.0, host="n2"), step(4, 2010.0), step(5, 2020.0))
+    _, both = load(folder)
+    before, after = alone.tiers[0], both.tiers[0]
+    figures = [(tier.busy_s, tier.busy_share, tier.wait_s) for tier in (before, after)]
+    assert figures[0] == pytest.approx(figures[1])
+    assert after.wear == before.wear
+    assert after.slowest_node is None
+
+
 def test_without_a_measurement_the_configured_rates_are_expected(folder):
     given = tier(measured_bps=None, read_bps=3e9, write_bps=1.5e9)
     write(folder, 0, start(nvme=given), step(1), step(2))
