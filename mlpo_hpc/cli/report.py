@@ -48,7 +48,8 @@ def report(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
     from mlpo_hpc.report.run import build_run
 
     try:
-        run = build_run(read_journals([path for given in runs for path in find_journals(given)]))
+        paths = dict.fromkeys(path.resolve() for given in runs for path in find_journals(given))
+        run = build_run(read_journals(paths))
         figures = figures_of(run)
         if as_json:
             click.echo(json.dumps(plain(run, figures), indent=1))

@@ -348,7 +348,7 @@ def test_the_command_writes_the_page_and_says_what_matters(folder):
     assert f"page: {folder / 'report.html'}" in done.output
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert sorted(os.listdir(folder)) == ["report.html", "steps-0.jsonl"]
-    assert command(folder, "-o", folder / "other.html").exit_code == 0
+    assert command(folder, folder / "steps-0.jsonl", "-o", folder / "other.html").exit_code == 0
     assert (folder / "other.html").exists()
 
 
