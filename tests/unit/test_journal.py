@@ -11,7 +11,7 @@ import stat
 
 import pytest
 
-from mlpo_hpc.errors import StorageError
+from mlpo_hpc.errors import MlpoError, StorageError
 from mlpo_hpc.report.journals import find_journals, read_journals
 from mlpo_hpc.telemetry.journal import Journal, open_journal
 
@@ -147,3 +147,10 @@ def test_a_forked_worker_leaves_it_alone(tmp_path):
     journal.step(2, REPORT)
     journal.close()
     assert [line.get("step") for line in lines(tmp_path / "steps-0.jsonl")] == [None, 1, 2]
+
+
+def test_a_loss_before_the_first_step_is_an_error(tmp_path):
+    journal = open_journal(str(tmp_path), 0, START)
+    with pytest.raises(MlpoError, match="after engine.step"):
+        journal.loss(1.0)
+    journal.close()
