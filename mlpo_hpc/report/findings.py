@@ -11,7 +11,7 @@ from mlpo_hpc.planner.plan import RATED_DRIVE_WRITES
 from mlpo_hpc.report.figures import Figures, TierFigures
 from mlpo_hpc.report.run import Run
 
-LARGE = 1 / 3
+LARGE = 1 / 2
 """Part of an iteration from which on the update is what to look at."""
 AT_WORK = 0.6
 """Part of an update in which the busiest tier is at work, from which on storage is what binds it."""
@@ -51,7 +51,7 @@ def _verdict(figures: Figures) -> Finding:
     if share < LARGE:
         return Finding(
             "good",
-            f"Bound by forward and backward, not by storage: the update is only {share:.0%} of an iteration.",
+            f"Bound by forward and backward, not by storage: the update is {share:.0%} of an iteration.",
         )
     at_work = min(1.0, busiest.busy_s / update_s)
     if at_work < AT_WORK:
