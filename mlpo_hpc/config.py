@@ -189,6 +189,16 @@ class Checkpoint(Section):
     commit: Literal["wait", "background"] = "wait"
     """Whether `save_checkpoint` returns when the checkpoint is committed, or at once while it is written beside
     training: ``engine.checkpoint_committed(tag)`` tells. In the format of stock ZeRO-3 it always waits."""
+    keep_last: int | None = Field(default=None, ge=1)
+    """How many checkpoints of a directory stay, those saved last. Default: all."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Those of optimizer steps that this divides stay besides."""
+
+    @model_validator(mode="after")
+    def _removes_some(self) -> Checkpoint:
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError("'keep_every' says what stays beside the last ones: give 'keep_last' too")
+        return self
 
 
 class Telemetry(Section):

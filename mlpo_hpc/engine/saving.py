@@ -25,11 +25,14 @@ from mlpo_hpc.checkpoint import folder as folders
 from mlpo_hpc.checkpoint.background import Attempt, Background
 from mlpo_hpc.checkpoint.manifest import LATEST, MANIFEST, FileEntry, FrozenEntry, Manifest, WeightType
 from mlpo_hpc.checkpoint.plain import encode
+from mlpo_hpc.checkpoint.rotation import make_room, rotate
 from mlpo_hpc.checkpoint.save import Save
 from mlpo_hpc.cluster.verdict import gather, together, world_rank
 from mlpo_hpc.errors import ConfigError
 from mlpo_hpc.telemetry.log import say, warn
 
+STATE_BYTES = 12
+"""Of a parameter that AdamW trains."""
 SAVING = "the checkpoint was not saved"
 
 WEIGHT_TYPES: dict[torch.dtype, WeightType] = {
@@ -91,28 +94,39 @@ class Saving:
         """
         self.settle()
         optimizer = self._engine.optimizer
+        settings = optimizer._config.checkpoint
         tag = _agree(f"global_step{self._engine.global_steps}" if tag is None else str(tag))
         directory = Path(os.fspath(save_dir))
         folder = self._folders[tag] = directory / tag
-        if optimizer._config.checkpoint.format == "deepspeed":
+        if settings.format == "deepspeed":
             return self._save_deepspeeds(folder, client_state, save_latest, exclude_frozen_parameters)
         tensors: list[torch.Tensor] = []
         training, client = together(lambda: self._plain_values(dict(client_state or {}), tensors), SAVING)
         optimizer.checkpoint_event_prologue()
-        together(lambda: folders.make(folder) if world_rank() == 0 else None, SAVING)
+        together(lambda: self._make_folder(folder) if world_rank() == 0 else None, SAVING)
         unique = gather(uuid.uuid4().hex[:8])[0]
         values = self._describe(tag, training, client, not exclude_frozen_parameters)
 
         def commit(shards: list[FileEntry]) -> None:
             folders.commit(folder, Manifest(shards=tuple(shards), **values), save_latest)
+            rotate(directory, settings.keep_last, settings.keep_every)
 
         small = self._small(tensors, not exclude_frozen_parameters)
-        if optimizer._config.checkpoint.commit == "background":
+        if settings.commit == "background":
             self._begin(tag, folder, unique, small, commit)
         else:
             self._save_at_once(folder, unique, small, commit)
         optimizer.checkpoint_event_epilogue()
         return True
+
+    def _make_folder(self, folder: Path) -> None:
+        """And room for what will be in it."""
+        folders.make(folder)
+        params = list(self._engine.module.parameters())
+        trained = sum(param.ds_numel for param in params if param.requires_grad)
+        frozen = sum(param.ds_numel * param.element_size() for _, param in frozen_parameters(self._engine))
+        settings = self._engine.optimizer._config.checkpoint
+        make_room(folder.parent, STATE_BYTES * trained + frozen, settings.keep_last, settings.keep_every)
 
     def _save_at_once(
         self, folder: Path, unique: str, small: Mapping[str, Any], commit: Callable[[list[FileEntry]], None]

@@ -51,6 +51,7 @@ def lay_out(
     weights: Sequence[float],
     room_bytes: Sequence[int],
     free: bool = False,
+    seals: bool = False,
 ) -> Layout:
     """Divide the slots for all subgroups, and for new copies in flight, among the tiers.
 
@@ -67,6 +68,9 @@ def lay_out(
     free : bool
         Whether the share of a tier may change later: each gets slots for all, as far as it has room. Slots that
         are not used take no space.
+    seals : bool
+        Whether updates go on while a checkpoint holds what was there before: as far as there is room, each record gets
+        slots twice. With fewer, updates wait until enough of it is copied.
 
     Raises
     ------
@@ -75,13 +79,14 @@ def lay_out(
     """
     chunk_bytes = pick_chunk_bytes(sizes, largest_chunk_bytes)
     chunks = [len(cuts(size, chunk_bytes)) for size in sizes]
-    num_slots = sum(chunks) + SPARE_RECORDS * max(chunks)
+    needed = sum(chunks) + SPARE_RECORDS * max(chunks)
+    wanted = needed + seals * sum(chunks)
     limits = [room // chunk_bytes for room in room_bytes]
-    slots = divide_slots(num_slots, weights, limits)
+    slots = divide_slots(max(needed, min(wanted, sum(limits))), weights, limits)
     if slots is not None and free:
-        slots = [min(limit, num_slots) for limit in limits]
+        slots = [min(limit, wanted) for limit in limits]
     if slots is None:
-        raise TierFull(f"needs {num_slots * chunk_bytes:,} bytes on its tiers, which have room for {sum(room_bytes):,}")
+        raise TierFull(f"needs {needed * chunk_bytes:,} bytes on its tiers, which have room for {sum(room_bytes):,}")
     return Layout(chunk_bytes, slots)
 
 

@@ -214,7 +214,8 @@ def _plan(
             return Layout(int(config.chunk_bytes), [0] * len(places))
         try:
             free = config.placement == "adaptive"
-            return lay_out(needs.sizes, int(config.chunk_bytes), weights, rooms, free)
+            seals = config.checkpoint.commit == "background"
+            return lay_out(needs.sizes, int(config.chunk_bytes), weights, rooms, free, seals)
         except TierFull as error:
             found = ", ".join(
                 f"{p.tier.name} {room:,} bytes at {p.path}" for p, room in zip(places, rooms, strict=True)
