@@ -8,13 +8,14 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from mlpo_hpc.checkpoint.manifest import FORMAT, LATEST, MANIFEST, VERSION, Entry, FileEntry, Manifest, Shard
-from mlpo_hpc.errors import ConfigError, CorruptState, here, storage_error
+from mlpo_hpc.errors import ConfigError, CorruptState, MlpoError, here, storage_error
 
 MAX_MANIFEST_BYTES = 2**30
 BLOCK_BYTES = 2**22
@@ -97,12 +98,15 @@ def sync_folder(folder: Path) -> None:
         raise storage_error("syncing the folder of the checkpoint", str(folder), error) from error
 
 
-def replace_whole(path: Path, data: bytes) -> None:
-    """A file appears with this content, or stays what it was."""
-    unfinished = path.with_name(f"{path.name}.partial")
-    write_whole(unfinished, data)
+def partial(path: Path) -> Path:
+    """What is to be a file as soon as it may be."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def put_in_place(path: Path) -> None:
+    """Rename what is `partial`: a file appears with this content, or stays what it was."""
     try:
-        os.rename(unfinished, path)
+        os.rename(partial(path), path)
     except OSError as error:
         raise storage_error("naming a file of the checkpoint", str(path), error) from error
     sync_folder(path.parent)
@@ -253,13 +257,26 @@ def make(folder: Path) -> None:
         raise storage_error("making the folder of the checkpoint", str(folder), error) from error
 
 
-def commit(folder: Path, manifest: Manifest, save_latest: bool) -> None:
-    """Make a checkpoint exist, when all shards that the manifest names are on the device."""
+def prepare(folder: Path, manifest: Manifest, save_latest: bool) -> None:
+    """Do all of a commit that may fail without harm; shards that the manifest names are on the device.
+
+    ``latest.partial`` names the checkpoint from its commit on until ``latest`` does: see `_awaited_latest`.
+    """
+    latest = folder.parent / LATEST
+    write_whole(partial(folder / MANIFEST), encode_manifest(manifest))
+    if save_latest:
+        write_whole(partial(latest), manifest.tag.encode())
+    else:
+        partial(latest).unlink(missing_ok=True)
     sync_folder(folder)
     sync_folder(folder.parent)
-    replace_whole(folder / MANIFEST, encode_manifest(manifest))
+
+
+def commit(folder: Path, manifest: Manifest, save_latest: bool) -> None:
+    """Make a checkpoint exist that is prepared. If this fails it may exist: nothing of it must be removed then."""
+    put_in_place(folder / MANIFEST)
     if save_latest:
-        replace_whole(folder.parent / LATEST, manifest.tag.encode())
+        put_in_place(folder.parent / LATEST)
     remove_unused(folder, manifest)
 
 
@@ -278,6 +295,17 @@ def is_deepspeeds(folder: Path) -> bool:
     return any(folder.glob("*_model_states.pt"))
 
 
+@contextmanager
+def offering_others(directory: Path, tag: str) -> Iterator[None]:
+    """Let an error that says what is wrong with a checkpoint name those that may be whole."""
+    try:
+        yield
+    except MlpoError as error:
+        others = ", ".join(name for name, _ in committed(directory) if name != tag)
+        error.args = (f"{error}\nThere are also, the newest first: {others}" if others else str(error),)
+        raise
+
+
 def committed(directory: Path) -> Iterator[tuple[str, Manifest]]:
     """Checkpoints in a directory that can be understood, the newest first."""
     found = []
@@ -287,7 +315,12 @@ def committed(directory: Path) -> Iterator[tuple[str, Manifest]]:
                 found.append((folder.name, read_manifest(folder)))
             except (CorruptState, ConfigError):
                 continue  # `read_manifest` of the one that is asked for says what is wrong with it
-    yield from sorted(found, key=lambda each: (each[1].step, each[1].created), reverse=True)
+    yield from sorted(found, key=lambda each: _age(each[1]), reverse=True)
+
+
+def _age(manifest: Manifest) -> tuple[int, int, str]:
+    """Steps that were applied, steps with those that were skipped, and when."""
+    return manifest.step, manifest.training.get("global_steps", 0), manifest.created
 
 
 def find_tag(directory: Path, tag: str | None) -> str | None:
@@ -297,7 +330,7 @@ def find_tag(directory: Path, tag: str | None) -> str | None:
     """
     if tag is not None:
         return tag
-    named = named_latest(directory)
+    named = _awaited_latest(directory) or named_latest(directory)
     if named is not None and (is_ours(directory / named) or is_deepspeeds(directory / named)):
         return named
     return next((name for name, _ in committed(directory)), named)
@@ -305,7 +338,23 @@ def find_tag(directory: Path, tag: str | None) -> str | None:
 
 def named_latest(directory: Path) -> str | None:
     """The folder that the file ``latest`` names, if there is one of that name."""
-    hint = directory / LATEST
+    return _named_in(directory, directory / LATEST)
+
+
+def _awaited_latest(directory: Path) -> str | None:
+    """The checkpoint that was committed, but a kill came before ``latest`` could name it.
+
+    Not if ``latest`` was changed since: that was somebody who knows better.
+    """
+    hint, latest = partial(directory / LATEST), directory / LATEST
+    named = _named_in(directory, hint)
+    if named is None or not is_ours(directory / named) or partial(directory / named / MANIFEST).exists():
+        return None
+    changed_since = latest.exists() and latest.stat().st_mtime_ns > hint.stat().st_mtime_ns
+    return None if changed_since else named
+
+
+def _named_in(directory: Path, hint: Path) -> str | None:
     if not hint.is_file():
         return None
     named = hint.read_bytes()[:4096].decode(errors="replace").strip()

@@ -31,6 +31,7 @@ from mlpo_hpc.errors import ConfigError, here
 from mlpo_hpc.telemetry.log import say, warn
 
 SAVING = "the checkpoint was not saved"
+COMMITTING = "it is not certain that the checkpoint was saved"
 LOADING = "the checkpoint was not loaded"
 
 WEIGHT_TYPES: dict[torch.dtype, WeightType] = {
@@ -110,11 +111,12 @@ class Checkpointing:
             )
             shards = gather(entry)
             manifest = self._manifest(tag, shards, training, client, not exclude_frozen_parameters)
-            together(lambda: folders.commit(folder, manifest, save_latest) if rank == 0 else None, SAVING)
+            together(lambda: folders.prepare(folder, manifest, save_latest) if rank == 0 else None, SAVING)
         except BaseException:
             for writer in writers:
                 writer.remove()
             raise
+        together(lambda: folders.commit(folder, manifest, save_latest) if rank == 0 else None, COMMITTING)
         engine.optimizer.checkpoint_event_epilogue()
         say("checkpoint %s committed", folder)
         return True
@@ -125,6 +127,7 @@ class Checkpointing:
         done = self._stock_save(str(directory), tag, dict(client_state or {}), *how)
         if world_rank() == 0:
             (directory / tag / MANIFEST).unlink(missing_ok=True)
+            folders.partial(directory / LATEST).unlink(missing_ok=True)
         return done
 
     def _plain_values(self, client_state: dict[str, Any], tensors: list[torch.Tensor]) -> tuple[dict[str, Any], Any]:
@@ -229,7 +232,10 @@ class Checkpointing:
         """
         directory = Path(os.fspath(load_dir))
         found = gather(folders.find_tag(directory, None if tag is None else str(tag)) if world_rank() == 0 else None)[0]
-        if found is None or (folders.is_deepspeeds(directory / found) and not folders.is_ours(directory / found)):
+        if found is None:
+            say("there is no checkpoint in %s: nothing is loaded", directory)
+            return None, None
+        if folders.is_deepspeeds(directory / found) and not folders.is_ours(directory / found):
             return self._stock_load(
                 str(directory), found, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                 load_module_only, custom_load_fn,
@@ -237,9 +243,10 @@ class Checkpointing:
         with_state = load_optimizer_states and not load_module_only
         reader = together(lambda: self._open(directory, found, with_state, load_module_strict, custom_load_fn), LOADING)
         try:
-            client = together(
-                lambda: self._restore(reader, with_state, load_lr_scheduler_states, load_module_only), LOADING
-            )
+            with folders.offering_others(directory, found):
+                client = together(
+                    lambda: self._restore(reader, with_state, load_lr_scheduler_states, load_module_only), LOADING
+                )
         finally:
             reader.close()
         self._engine.optimizer.share_persistent_parameters()
@@ -255,16 +262,11 @@ class Checkpointing:
         """Look whether it can be loaded, before anything is changed."""
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is for checkpoints of DeepSpeed's: in this one weights are by name")
-        try:
+        with folders.offering_others(directory, tag):
             reader = Reader(directory / tag)
-            self._engine.optimizer.check_records(reader, with_state)
             for shard in reader.shards[world_rank() :: self._engine.world_size]:  # of those all ranks read parts
                 folders.check_file(reader.folder, shard.tensors)
-        except Exception as error:
-            older = [name for name, _ in folders.committed(directory) if name != tag]
-            if older and not isinstance(error, ConfigError):
-                error.args = (f"{error}. There are also: {', '.join(older)}", *error.args[1:])
-            raise
+        self._engine.optimizer.check_records(reader, with_state)
         mine, there = (
             sorted(set(names)) for names in ([n for n, _ in self._frozen()], [f.name for f in reader.manifest.frozen])
         )

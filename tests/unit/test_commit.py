@@ -105,6 +105,7 @@ def save(directory, tag, value):
         versions={},
         created="2026-01-01T00:00:00",
     )
+    folders.prepare(folder, manifest, save_latest=True)
     folders.commit(folder, manifest, save_latest=True)
 
 
