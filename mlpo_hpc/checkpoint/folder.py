@@ -272,6 +272,12 @@ def prepare(folder: Path, manifest: Manifest, save_latest: bool) -> None:
     sync_folder(folder.parent)
 
 
+def abandon(folder: Path) -> None:
+    """Take back what `prepare` did. The manifest goes last: while it is there ``latest.partial`` names nothing."""
+    partial(folder.parent / LATEST).unlink(missing_ok=True)
+    partial(folder / MANIFEST).unlink(missing_ok=True)
+
+
 def commit(folder: Path, manifest: Manifest, save_latest: bool) -> None:
     """Make a checkpoint exist that is prepared. If this fails it may exist: nothing of it must be removed then."""
     put_in_place(folder / MANIFEST)
@@ -296,13 +302,13 @@ def is_deepspeeds(folder: Path) -> bool:
 
 
 @contextmanager
-def offering_others(directory: Path, tag: str) -> Iterator[None]:
-    """Let an error that says what is wrong with a checkpoint name those that may be whole."""
+def offering(directory: Path, words: str, but: str | None = None) -> Iterator[None]:
+    """Let an error that says what is wrong with a checkpoint name those that are there, but for one."""
     try:
         yield
     except MlpoError as error:
-        others = ", ".join(name for name, _ in committed(directory) if name != tag)
-        error.args = (f"{error}\nThere are also, the newest first: {others}" if others else str(error),)
+        found = ", ".join(name for name, _ in committed(directory) if name != but)
+        error.args = (f"{error}\n{words}: {found or 'none'}",)
         raise
 
 

@@ -33,6 +33,8 @@ from mlpo_hpc.telemetry.log import say, warn
 SAVING = "the checkpoint was not saved"
 COMMITTING = "it is not certain that the checkpoint was saved"
 LOADING = "the checkpoint was not loaded"
+OTHERS = "Other checkpoints that are there, the newest first"
+EARLIER = "Checkpoints that were saved before and are as they were, the newest first"
 
 WEIGHT_TYPES: dict[torch.dtype, WeightType] = {
     torch.bfloat16: "bfloat16",
@@ -103,23 +105,40 @@ class Checkpointing:
         training, client = together(lambda: self._plain_values(dict(client_state or {}), tensors), SAVING)
         engine.optimizer.checkpoint_event_prologue()
         together(lambda: folders.make(folder) if rank == 0 else None, SAVING)
-        unique = gather(uuid.uuid4().hex[:8])[0]
+        with_frozen = not exclude_frozen_parameters
+
+        def describe(shards: list[FileEntry]) -> Manifest:
+            return self._manifest(tag, shards, training, client, with_frozen)
+
+        with folders.offering(directory, EARLIER):
+            manifest = self._write(folder, tensors, with_frozen, describe, save_latest)
+            together(lambda: folders.commit(folder, manifest, save_latest) if rank == 0 else None, COMMITTING)
+        engine.optimizer.checkpoint_event_epilogue()
+        say("checkpoint %s committed", folder)
+        return True
+
+    def _write(
+        self,
+        folder: Path,
+        tensors: list[torch.Tensor],
+        with_frozen: bool,
+        describe: Callable[[list[FileEntry]], Manifest],
+        save_latest: bool,
+    ) -> Manifest:
+        """Collective over all ranks. Everything but the commit; if it fails nothing is left of it."""
+        unique, rank = gather(uuid.uuid4().hex[:8])[0], world_rank()
         writers: list[ShardWriter] = []
         try:
-            entry = together(
-                lambda: self._write_shard(folder, unique, tensors, not exclude_frozen_parameters, writers), SAVING
-            )
-            shards = gather(entry)
-            manifest = self._manifest(tag, shards, training, client, not exclude_frozen_parameters)
+            entry = together(lambda: self._write_shard(folder, unique, tensors, with_frozen, writers), SAVING)
+            manifest = describe(gather(entry))
             together(lambda: folders.prepare(folder, manifest, save_latest) if rank == 0 else None, SAVING)
         except BaseException:
             for writer in writers:
                 writer.remove()
+            if rank == 0:
+                folders.abandon(folder)
             raise
-        together(lambda: folders.commit(folder, manifest, save_latest) if rank == 0 else None, COMMITTING)
-        engine.optimizer.checkpoint_event_epilogue()
-        say("checkpoint %s committed", folder)
-        return True
+        return manifest
 
     def _save_deepspeeds(self, directory: Path, tag: Any, client_state: Any, *how: bool) -> bool:
         """What stock ZeRO-3 reads; one of ours of the same tag does not count any more then."""
@@ -243,7 +262,7 @@ class Checkpointing:
         with_state = load_optimizer_states and not load_module_only
         reader = together(lambda: self._open(directory, found, with_state, load_module_strict, custom_load_fn), LOADING)
         try:
-            with folders.offering_others(directory, found):
+            with folders.offering(directory, OTHERS, but=found):
                 client = together(
                     lambda: self._restore(reader, with_state, load_lr_scheduler_states, load_module_only), LOADING
                 )
@@ -262,7 +281,7 @@ class Checkpointing:
         """Look whether it can be loaded, before anything is changed."""
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is for checkpoints of DeepSpeed's: in this one weights are by name")
-        with folders.offering_others(directory, tag):
+        with folders.offering(directory, OTHERS, but=tag):
             reader = Reader(directory / tag)
             for shard in reader.shards[world_rank() :: self._engine.world_size]:  # of those all ranks read parts
                 folders.check_file(reader.folder, shard.tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -12,9 +11,9 @@ import pytest
 from tests.kill.moments import PHASES
 from tests.ranks import ROOT
 
-SECTIONS = {
-    "bf16": {},
-    "fp16": {"order": "sequential", "state_format": "fp32"},
+VARIANTS = {
+    "bf16": [],
+    "fp16": ["--dtype", "fp16", "--container", "hdf5", "--section", '{"order": "sequential"}'],
 }
 
 
@@ -22,7 +21,7 @@ def kill(tmp_path, program, moments, *arguments, timeout_s):
     """Kill, resume, ...; return the tally."""
     file = tmp_path / "kill.json"
     command = [sys.executable, "-m", "tests.kill", program, "--moments", str(moments), "--json", str(file), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env={**os.environ})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     print(done.stdout)
     found = json.loads(file.read_text())
@@ -31,10 +30,8 @@ def kill(tmp_path, program, moments, *arguments, timeout_s):
     return found
 
 
-@pytest.mark.parametrize(("dtype", "moments"), [("bf16", 20), pytest.param("fp16", 20, marks=pytest.mark.whole)])
-def test_a_run_that_is_killed_20_times_ends_as_one_that_was_not(dtype, moments, tmp_path):
-    section = json.dumps(SECTIONS[dtype])
-    found = kill(tmp_path, "engine", moments, "--dtype", dtype, "--section", section, timeout_s=240)
+def test_a_run_that_is_killed_20_times_ends_as_one_that_was_not(tmp_path):
+    found = kill(tmp_path, "engine", 20, timeout_s=240)
     phases = {phase for phases in found["by_victim"].values() for phase in phases}
     assert len(phases) == len(PHASES), found["by_victim"]
     assert all(sum(phases.values()) >= 6 for phases in found["by_victim"].values()), "all kinds of victims"
@@ -46,7 +43,11 @@ def test_the_example_is_killed_3_times_and_ends_as_if_it_was_not(tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_100_kills_of_each_type(dtype, tmp_path):
-    section = json.dumps(SECTIONS[dtype])
-    kill(tmp_path, "engine", 100, "--seed", "2", "--dtype", dtype, "--section", section, timeout_s=1200)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_100_kills_of_each_kind(name, tmp_path):
+    kill(tmp_path, "engine", 100, "--seed", "2", *VARIANTS[name], timeout_s=1200)
+
+
+@pytest.mark.whole
+def test_the_example_is_killed_12_times(tmp_path):
+    kill(tmp_path, "example", 12, "--seed", "2", timeout_s=600)

@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=20, help="how often to kill (default: 20)")
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
     parser.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16", help="of the small model")
+    parser.add_argument("--container", choices=["raw", "hdf5"], default="raw", help="of its second tier")
     parser.add_argument("--section", type=json.loads, default={}, metavar="JSON", help="for mlp_offload")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tally there")
     args = parser.parse_args()
@@ -31,13 +32,14 @@ def main() -> int:
 
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
-        place = programs.Place(Path(folder), 0, args.section, args.dtype)
+        place = programs.Place(Path(folder), 0, args.section, args.dtype, args.container)
         run = chain.Chain(place, args.program, chain.draw(args.seed, args.moments), print)
         killed = run.go()
     found = {
         "program": args.program,
         "seed": args.seed,
         "dtype": args.dtype,
+        "container": args.container,
         "steps": run.run.steps,
         **chain.tally(killed),
         "faults": run.faults,

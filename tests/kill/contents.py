@@ -41,8 +41,11 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def surplus(directory: Path) -> list[str]:
-    """What is in a directory of checkpoints beside whole ones and ``latest``."""
-    wanted, found = {"latest"}, {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    """What is in a directory of checkpoints beside whole ones, ``latest``, and what the example notes."""
+    wanted, found = (
+        {"latest", "save_times.json"},
+        {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()},
+    )
     for step in committed_steps(directory):
         folder = f"global_step{step}"
         reader = Reader(directory / folder)

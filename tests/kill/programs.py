@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import runpy
 import sys
@@ -41,12 +42,15 @@ class Place:
         What is put into ``mlp_offload``, such as ``{"checkpoint": {"commit": ...}}``.
     dtype : str
         ``bf16`` or ``fp16``.
+    container : str
+        Of the second tier: ``raw``, or ``hdf5``, whose file has a name while it is laid out.
     """
 
     folder: Path
     steps: int
     section: dict[str, Any] = field(default_factory=dict)
     dtype: str = "bf16"
+    container: str = "raw"
 
     @property
     def checkpoints(self) -> Path:
@@ -78,7 +82,10 @@ def seed(rank: int) -> None:
 
 def state_engine(place: Place, rank: int) -> None:
     """Train a small model, save after every step."""
-    args = {"dirs": [str(path) for path in place.tiers], "dtype": place.dtype, "section": place.section}
+    rates = {"read_bps": 1e8, "write_bps": 1e8}
+    tiers = [{"name": path.name, "dir": str(path), **rates} for path in place.tiers]
+    tiers[-1]["container"] = place.container
+    args = {"dirs": [], "dtype": place.dtype, "section": {"tiers": tiers, **place.section}}
     engine = worker.start(args)
     seed(rank)  # what follows is as random as the generators that a checkpoint brings back
     path, client = engine.load_checkpoint(str(place.checkpoints))
@@ -95,6 +102,7 @@ def state_engine(place: Place, rank: int) -> None:
 def example(place: Place, rank: int) -> None:
     """As a user starts it, and again after it was killed."""
     seed(rank)
+    os.environ["MLPO_HPC_TOKENS__BACKEND"] = "flock"  # 'auto' would take a few seconds to measure, each time
     real = StepProgress.step
 
     def noted(progress: StepProgress, loss: float, *args: Any) -> None:
