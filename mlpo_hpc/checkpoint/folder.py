@@ -243,7 +243,7 @@ def remove_unused(folder: Path, manifest: Manifest) -> None:
 
 
 def make(folder: Path) -> None:
-    """Make the folder of a checkpoint, and those above it, if they are missing.
+    """Make the folder of a checkpoint, and those above it, if they are missing; finish a commit that a kill cut short.
 
     Raises
     ------
@@ -255,6 +255,8 @@ def make(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise storage_error("making the folder of the checkpoint", str(folder), error) from error
+    if _awaited_latest(folder.parent) is not None:  # or it would be forgotten when this save replaces or removes it
+        put_in_place(folder.parent / LATEST)
 
 
 def prepare(folder: Path, manifest: Manifest, save_latest: bool) -> None:

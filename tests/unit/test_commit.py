@@ -183,6 +183,24 @@ def test_latest_is_only_a_hint(hint, tmp_path):
     assert found(tmp_path) == (1 if hint == b"one\n" else 2)
 
 
+def test_a_save_that_is_broken_off_after_another_one_was_loses_none(tmp_path):
+    """The first is killed between its commit and `latest`, the second anywhere."""
+    real, number, ended = folders.put_in_place, 0, False
+    while not ended:
+        directory = tmp_path / f"at-{number}"
+        save(directory, "one", 0)
+        with patch.object(folders, "put_in_place", lambda path: real(path) if path.name != "latest" else None):
+            save(directory, "two", 1)
+        ended = broken_off(directory, "three", Recorder(last=number))
+        committed = (directory / "three/manifest.json").exists()
+        assert found(directory) == (2 if committed else 1)
+        if (directory / "latest").read_text() == "two" and not committed:
+            folders.abandon(directory / "three")  # as the engine does where its rank lives
+            assert found(directory) == 1
+        number += 1
+    assert number > 20
+
+
 def test_who_names_another_one_after_a_crash_is_heard(tmp_path):
     save(tmp_path, "one", 1)
     real = folders.put_in_place
