@@ -12,7 +12,7 @@ from typing import Any
 
 from mlpo_hpc.checkpoint.folder import find_tag
 from tests.kill.contents import checksums, committed_steps, surplus
-from tests.kill.moments import PHASES, Moment
+from tests.kill.moments import PHASES, Moment, Note
 from tests.kill.programs import PROGRAMS, Place
 from tests.kill.world import Death, Program, live, phase_of
 
@@ -122,7 +122,7 @@ class Chain:
             good = code == wanted if wanted else code not in (0, -9, -6)
             self._check(good, f"exit codes {death.codes}: {who} should have been killed in {moment.phase}, and the "
                         "others end by themselves with an error", death)  # fmt: skip
-        phase = self._phase(death, moment)
+        phase = self._phase(death.at or death.notes[moment.rank])
         resumed = {note.resumed for note in death.notes if phase_of(note) not in ("start", "load")}
         self._check(resumed <= {before}, f"resumed from {resumed}, not from {before}", death)
         newest = self._newest()
@@ -135,14 +135,12 @@ class Chain:
         self._say(f"life {self._lives}: {who:4} killed in {phase}, step {newest} is committed")
         return killed
 
-    def _phase(self, death: Death, moment: Moment) -> str:
+    def _phase(self, at: Note) -> str:
         """By where the rank was, and by what is on storage."""
-        note = death.notes[moment.rank]
-        phase = phase_of(note)
+        phase = phase_of(at)
         if phase in ("start", "load"):
             return phase
-        saving = max(note.saving for note in death.notes)
-        if saving and saving not in committed_steps(self.run.checkpoints):
+        if at.saving and at.saving not in committed_steps(self.run.checkpoints):
             return "save, before the commit"
         return "after the commit" if phase in ("save", "commit") else "update"
 

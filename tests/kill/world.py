@@ -34,7 +34,9 @@ class Death:
     codes : list of int
         Exit codes; -9 of those that were killed.
     notes : list of Note
-        Where each rank was.
+        Where each rank was at its end.
+    at : Note, optional
+        Where the rank was whose operations are counted, at the kill: others may have gone on.
     survived_s : float
         How long the last of the others took to end.
     text : str
@@ -43,6 +45,7 @@ class Death:
 
     codes: list[int]
     notes: list[Note]
+    at: Note | None
     survived_s: float
     text: str
 
@@ -58,18 +61,19 @@ def live(program: Program, num_ranks: int, log: Path, moment: Moment | None = No
         process = FORK.Process(target=_be, args=(program, rank, num_ranks, port, log, watch), daemon=True)
         process.start()
         ranks.append(process)
-    survived_s = 0.0
+    survived_s, at = 0.0, None
     if hear in wait([hear, *(process.sentinel for process in ranks)], LIFE_S):
         assert moment is not None
         time.sleep(moment.delay_s)
         for victim in moment.victims:
             ranks[victim].kill()
+        at = Note.from_buffer_copy(notes[moment.rank])
         survived_s = _wait_for(ranks, SURVIVORS_S)
     else:
         _wait_for(ranks, LIFE_S if moment is None else SURVIVORS_S)
     os.close(hear)
     os.close(tell)
-    return Death([process.exitcode for process in ranks], list(notes), survived_s, log.read_text())
+    return Death([process.exitcode for process in ranks], list(notes), at, survived_s, log.read_text())
 
 
 def _wait_for(ranks: list[Any], timeout_s: float) -> float:
