@@ -1,5 +1,6 @@
 # make demo     pre-train a GPT on two ranks over two storage tiers
 # make test     the tests (one machine, no GPU needed); test-mpi, test-slurm: those with an MPI, a Slurm
+# make kill     kill -9 of a run at 200 moments of SEED, resumed each time; what came of it in build/kill.json
 # make install PREFIX=/apps     for all users, as an environment module (docs/modules.md); uninstall, wheels
 VENV ?= .venv
 PYTHON ?= python3
@@ -9,9 +10,10 @@ SITE_PATH := $(PATH)
 # An MPI on PATH comes first; the environment has a wheel of Open MPI if that one did not work.
 export PATH := $(if $(wildcard $(BIN)/mpirun),$(abspath $(BIN)):$(PATH),$(PATH):$(abspath $(BIN)))
 DEMO_ARGS ?= --host-memory 300MB
+SEED ?= 1
 PYTEST = $(BIN)/python -m pytest
 
-.PHONY: demo test test-mpi test-slurm test-all lint install uninstall wheels clean
+.PHONY: demo test test-mpi test-slurm test-all kill lint install uninstall wheels clean
 
 $(VENV)/.ready: setup.cfg constraints.txt .ci/setup
 	.ci/setup $(VENV) dev
@@ -34,6 +36,9 @@ test-slurm: $(VENV)/.ready
 
 test-all: $(VENV)/.ready
 	$(PYTEST) --all $(PYTEST_ARGS)
+
+kill: $(VENV)/.ready
+	$(BIN)/python -m tests.kill engine --moments 200 --seed $(SEED) --json build/kill.json
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -205,6 +205,7 @@ def parse() -> argparse.Namespace:
     add("--host-memory", metavar="BYTES", help="for buffers and cache together, per node, such as 200GB")
     add("--config", metavar="FILE", help="a DeepSpeed configuration of your own (JSON), instead of the above")
     add("--checkpoint", type=Path, metavar="DIR", help="save there when it ends; go on from there if it holds one")
+    add("--save-every", type=int, metavar="STEPS", help="save there after so many steps, too")
     add("--lead", type=float, metavar="SECONDS", help="from the stop signal to the time limit: is it enough to save?")
     add("--out", type=Path, default=Path("runs/pretrain_gpt"), help="folder for the picture and the figures")
     add("--seed", type=int, default=1)
@@ -257,8 +258,8 @@ def main() -> None:
     initialise(model, shape.layers)
     engine, *_ = mlpo_hpc.initialize(model=model, model_parameters=model.parameters(), config=config)
     begin = 0
-    if args.checkpoint and (args.checkpoint / "latest").exists():
-        _, state = engine.load_checkpoint(str(args.checkpoint))
+    path, state = engine.load_checkpoint(str(args.checkpoint)) if args.checkpoint else (None, None)
+    if path is not None:
         begin = state["step"]
         if rank == 0:
             print(f"resumed from {args.checkpoint} at step {begin}", flush=True)
@@ -275,7 +276,7 @@ def main() -> None:
             f"{dtype} weights multiplied in {Linear.compute_dtype}",
             flush=True,
         )
-    progress = StepProgress(args.steps, begin, quiet=rank > 0)
+    progress, done = StepProgress(args.steps, begin, quiet=rank > 0), begin
     for step in range(begin, args.steps):
         total = torch.zeros((), device=engine.device)
         for micro in range(accumulation):
@@ -289,11 +290,11 @@ def main() -> None:
         torch.distributed.all_reduce(total)
         progress.step(total.item(), text_tokens, engine.optimizer.offload_report())
         engine.optimizer.record_loss(total.item(), text_tokens)  # for mlpo report
-        if stop and stop.requested():
+        done, stopping = step + 1, stop is not None and stop.requested()
+        if args.checkpoint and (stopping or done == args.steps or done % (args.save_every or args.steps) == 0):
+            save(engine, args.checkpoint, done, max(entry["iteration_s"] for entry in progress.history))
+        if stopping:
             break
-    done = begin + len(progress.history)
-    if args.checkpoint and progress.history:
-        save(engine, args.checkpoint, done, max(entry["iteration_s"] for entry in progress.history))
     progress.summary()
     if rank == 0 and progress.history:
         args.out.mkdir(parents=True, exist_ok=True)

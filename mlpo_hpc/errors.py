@@ -7,9 +7,9 @@ import os
 import socket
 
 ADVICE = {
-    errno.ENOSPC: "free space there, or give another tier more of the state ('tiers' / 'capacity')",
+    errno.ENOSPC: "free space there; if it is a tier, give another one more of the state ('tiers' / 'capacity')",
     errno.EDQUOT: "your quota is used up: free space, ask for more, or point 'dir' elsewhere",
-    errno.EIO: "the device or file system failed: check the system log, move the tier elsewhere",
+    errno.EIO: "the device or file system failed: check the system log; write elsewhere",
     errno.EFBIG: "raise the file size limit (ulimit -f), or point 'dir' elsewhere",
     errno.ENOENT: "create the directory, or correct 'dir'",
     errno.EACCES: "make the directory writable for this user, or correct 'dir'",

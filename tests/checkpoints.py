@@ -98,6 +98,7 @@ def save(directory: Path, run: Run, tag: str = "one", attempt: str = "0000000a")
         versions={},
         created=f"2026-01-01T00:00:{run.step % 60:02d}+0000",
     )
+    folders.prepare(folder, manifest, save_latest=True)
     folders.commit(folder, manifest, save_latest=True)
     return Saved(folder, run, vectors, {name: flat[name].reshape(shape) for name, shape in run.shapes.items()})
 

@@ -18,7 +18,7 @@ from mlpo_hpc.checkpoint import folder as folders
 from mlpo_hpc.checkpoint.manifest import FileEntry
 from mlpo_hpc.checkpoint.save import Save
 from mlpo_hpc.errors import CorruptState, StorageError, StorageTimeout, here
-from mlpo_hpc.telemetry.log import logger, say
+from mlpo_hpc.telemetry.log import logger
 
 FIRST_POLL_S, LAST_POLL_S = 0.02, 5.0
 
@@ -103,7 +103,9 @@ class Attempt:
         return found
 
     def remove(self) -> None:
-        """Take away what is left of it, when no rank is at it any more."""
+        """Take away what is left of it, when no rank is at it any more. Not if it was committed for all that."""
+        if self.is_committed():
+            return
         for name in self._files():
             with suppress(FileNotFoundError):
                 (self.folder / name).unlink()
@@ -143,16 +145,18 @@ class Background(threading.Thread):
         self._rank = rank
         self._commit = commit
         self._error: BaseException | None = None
+        self._written = threading.Event()
 
     def run(self) -> None:
         """Write the shard; on rank 0 wait for the others and commit."""
         try:
             self.save.run()
+            self._written.set()
             if self._rank == 0:
                 self._commit(self._attempt.shards())
-                say("checkpoint %s committed", self._attempt.folder)
         except BaseException as error:  # raised when somebody asks: training goes on
             self._error = error
+            self._written.set()
             logger.error("the checkpoint %s was not saved: %s", self._attempt.folder, error)
             self._tell_others(error)
 
@@ -178,11 +182,22 @@ class Background(threading.Thread):
             raise self._error
         return not self.is_alive() and (self._rank == 0 or self._attempt.is_committed())
 
-    def wait(self) -> None:
-        """Wait until the checkpoint is committed; the same errors."""
+    def wait_written(self) -> BaseException | None:
+        """Wait until this rank has done its part; what went wrong."""
+        self.save.hurry()
+        self._written.wait()
+        return self._error
+
+    def wait_ended(self) -> BaseException | None:
+        """Wait until this rank has nothing to do for it any more; what went wrong."""
         self.save.hurry()
         self.join()
-        if self._error is not None:
-            raise self._error
+        return self._error
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is committed; the same errors."""
+        error = self.wait_ended()
+        if error is not None:
+            raise error
         if self._rank != 0:
             self._attempt.wait_committed()

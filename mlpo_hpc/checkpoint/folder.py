@@ -8,13 +8,14 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from mlpo_hpc.checkpoint.manifest import FORMAT, LATEST, MANIFEST, VERSION, Entry, FileEntry, Manifest, Shard
-from mlpo_hpc.errors import ConfigError, CorruptState, here, storage_error
+from mlpo_hpc.errors import ConfigError, CorruptState, MlpoError, here, storage_error
 
 MAX_MANIFEST_BYTES = 2**30
 BLOCK_BYTES = 2**22
@@ -87,6 +88,12 @@ def sync_file(path: Path) -> None:
         os.close(fd)
 
 
+def replace_whole(path: Path, data: bytes) -> None:
+    """A file appears with this content, or stays what it was."""
+    write_whole(partial(path), data)
+    put_in_place(path)
+
+
 def sync_folder(folder: Path) -> None:
     """Let names in a folder last."""
     try:
@@ -99,12 +106,15 @@ def sync_folder(folder: Path) -> None:
         raise storage_error("syncing the folder of the checkpoint", str(folder), error) from error
 
 
-def replace_whole(path: Path, data: bytes) -> None:
-    """A file appears with this content, or stays what it was."""
-    unfinished = path.with_name(f"{path.name}.partial")
-    write_whole(unfinished, data)
+def partial(path: Path) -> Path:
+    """What is to be a file as soon as it may be."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def put_in_place(path: Path) -> None:
+    """Rename what is `partial`: a file appears with this content, or stays what it was."""
     try:
-        os.rename(unfinished, path)
+        os.rename(partial(path), path)
     except OSError as error:
         raise storage_error("naming a file of the checkpoint", str(path), error) from error
     sync_folder(path.parent)
@@ -241,7 +251,7 @@ def remove_unused(folder: Path, manifest: Manifest) -> None:
 
 
 def make(folder: Path) -> None:
-    """Make the folder of a checkpoint, and those above it, if they are missing.
+    """Make the folder of a checkpoint, and those above it, if they are missing; finish a commit that a kill cut short.
 
     Raises
     ------
@@ -253,15 +263,36 @@ def make(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise storage_error("making the folder of the checkpoint", str(folder), error) from error
+    if _awaited_latest(folder.parent) is not None:  # or it would be forgotten when this save replaces or removes it
+        put_in_place(folder.parent / LATEST)
+
+
+def prepare(folder: Path, manifest: Manifest, save_latest: bool) -> None:
+    """Do all of a commit that may fail without harm; shards that the manifest names are on the device.
+
+    ``latest.partial`` names the checkpoint from its commit on until ``latest`` does: see `_awaited_latest`.
+    """
+    latest = folder.parent / LATEST
+    write_whole(partial(folder / MANIFEST), encode_manifest(manifest))
+    if save_latest:
+        write_whole(partial(latest), manifest.tag.encode())
+    else:
+        partial(latest).unlink(missing_ok=True)
+    sync_folder(folder)
+    sync_folder(folder.parent)
+
+
+def abandon(folder: Path) -> None:
+    """Take back what `prepare` did. The manifest goes last: while it is there ``latest.partial`` names nothing."""
+    partial(folder.parent / LATEST).unlink(missing_ok=True)
+    partial(folder / MANIFEST).unlink(missing_ok=True)
 
 
 def commit(folder: Path, manifest: Manifest, save_latest: bool) -> None:
-    """Make a checkpoint exist, when all shards that the manifest names are on the device."""
-    sync_folder(folder)
-    sync_folder(folder.parent)
-    replace_whole(folder / MANIFEST, encode_manifest(manifest))
+    """Make a checkpoint exist that is prepared. If this fails it may exist: nothing of it must be removed then."""
+    put_in_place(folder / MANIFEST)
     if save_latest:
-        replace_whole(folder.parent / LATEST, manifest.tag.encode())
+        put_in_place(folder.parent / LATEST)
     remove_unused(folder, manifest)
 
 
@@ -280,6 +311,17 @@ def is_deepspeeds(folder: Path) -> bool:
     return any(folder.glob("*_model_states.pt"))
 
 
+@contextmanager
+def offering(directory: Path, words: str, but: str | None = None) -> Iterator[None]:
+    """Let an error that says what is wrong with a checkpoint name those that are there, but for one."""
+    try:
+        yield
+    except MlpoError as error:
+        found = ", ".join(name for name, _ in committed(directory) if name != but)
+        error.args = (f"{error}\n{words}: {found or 'none'}",)
+        raise
+
+
 def committed(directory: Path) -> Iterator[tuple[str, Manifest]]:
     """Checkpoints in a directory that can be understood, the newest first."""
     found = []
@@ -289,7 +331,12 @@ def committed(directory: Path) -> Iterator[tuple[str, Manifest]]:
                 found.append((folder.name, read_manifest(folder)))
             except (CorruptState, ConfigError):
                 continue  # `read_manifest` of the one that is asked for says what is wrong with it
-    yield from sorted(found, key=lambda each: (each[1].step, each[1].created), reverse=True)
+    yield from sorted(found, key=lambda each: _age(each[1]), reverse=True)
+
+
+def _age(manifest: Manifest) -> tuple[int, int, str]:
+    """Steps that were applied, steps with those that were skipped, and when."""
+    return manifest.step, manifest.training.get("global_steps", 0), manifest.created
 
 
 def find_tag(directory: Path, tag: str | None) -> str | None:
@@ -299,7 +346,7 @@ def find_tag(directory: Path, tag: str | None) -> str | None:
     """
     if tag is not None:
         return tag
-    named = named_latest(directory)
+    named = _awaited_latest(directory) or named_latest(directory)
     if named is not None and (is_ours(directory / named) or is_deepspeeds(directory / named)):
         return named
     return next((name for name, _ in committed(directory)), named)
@@ -307,7 +354,23 @@ def find_tag(directory: Path, tag: str | None) -> str | None:
 
 def named_latest(directory: Path) -> str | None:
     """The folder that the file ``latest`` names, if there is one of that name."""
-    hint = directory / LATEST
+    return _named_in(directory, directory / LATEST)
+
+
+def _awaited_latest(directory: Path) -> str | None:
+    """The checkpoint that was committed, but a kill came before ``latest`` could name it.
+
+    Not if ``latest`` was changed since: that was somebody who knows better.
+    """
+    hint, latest = partial(directory / LATEST), directory / LATEST
+    named = _named_in(directory, hint)
+    if named is None or not is_ours(directory / named) or partial(directory / named / MANIFEST).exists():
+        return None
+    changed_since = latest.exists() and latest.stat().st_mtime_ns > hint.stat().st_mtime_ns
+    return None if changed_since else named
+
+
+def _named_in(directory: Path, hint: Path) -> str | None:
     if not hint.is_file():
         return None
     named = hint.read_bytes()[:4096].decode(errors="replace").strip()

@@ -22,6 +22,7 @@ from mlpo_hpc.errors import ConfigError, here
 from mlpo_hpc.telemetry.log import say, warn
 
 LOADING = "the checkpoint was not loaded"
+OTHERS = "Other checkpoints that are there, the newest first"
 
 Load = Callable[..., tuple[str | None, Any]]
 
@@ -84,7 +85,10 @@ class Loading:
         self._saving.settle()
         directory = Path(os.fspath(load_dir))
         found = gather(folders.find_tag(directory, None if tag is None else str(tag)) if world_rank() == 0 else None)[0]
-        if found is None or (folders.is_deepspeeds(directory / found) and not folders.is_ours(directory / found)):
+        if found is None:
+            say("there is no checkpoint in %s: nothing is loaded", directory)
+            return None, None
+        if folders.is_deepspeeds(directory / found) and not folders.is_ours(directory / found):
             return self._stock_load(
                 str(directory), found, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                 load_module_only, custom_load_fn,
@@ -92,9 +96,10 @@ class Loading:
         with_state = load_optimizer_states and not load_module_only
         reader = together(lambda: self._open(directory, found, with_state, load_module_strict, custom_load_fn), LOADING)
         try:
-            client = together(
-                lambda: self._restore(reader, with_state, load_lr_scheduler_states, load_module_only), LOADING
-            )
+            with folders.offering(directory, OTHERS, but=found):
+                client = together(
+                    lambda: self._restore(reader, with_state, load_lr_scheduler_states, load_module_only), LOADING
+                )
         finally:
             reader.close()
         self._engine.optimizer.share_persistent_parameters()
@@ -110,16 +115,11 @@ class Loading:
         """Look whether it can be loaded, before anything is changed."""
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is for checkpoints of DeepSpeed's: in this one weights are by name")
-        try:
+        with folders.offering(directory, OTHERS, but=tag):
             reader = Reader(directory / tag)
-            self._engine.optimizer.check_records(reader, with_state)
             for shard in reader.shards[world_rank() :: self._engine.world_size]:  # of those all ranks read parts
                 folders.check_file(reader.folder, shard.tensors)
-        except Exception as error:
-            older = [name for name, _ in folders.committed(directory) if name != tag]
-            if older and not isinstance(error, ConfigError):
-                error.args = (f"{error}. There are also: {', '.join(older)}", *error.args[1:])
-            raise
+        self._engine.optimizer.check_records(reader, with_state)
         mine = sorted({name for name, _ in frozen_parameters(self._engine)})
         there = sorted({frozen.name for frozen in reader.manifest.frozen})
         if strict and there and mine != there:

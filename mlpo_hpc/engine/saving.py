@@ -34,12 +34,18 @@ from mlpo_hpc.telemetry.log import say, warn
 STATE_BYTES = 12
 """Of a parameter that AdamW trains."""
 SAVING = "the checkpoint was not saved"
+COMMITTING = "it is not certain that the checkpoint was saved"
+EARLIER = "Checkpoints that were saved before and are as they were, the newest first"
 
 WEIGHT_TYPES: dict[torch.dtype, WeightType] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.float32: "float32",
 }
+
+
+Describe = Callable[[list[FileEntry]], Manifest]
+"""The manifest for the shards of all ranks."""
 
 
 class Saving:
@@ -107,15 +113,15 @@ class Saving:
         unique = gather(uuid.uuid4().hex[:8])[0]
         values = self._describe(tag, training, client, not exclude_frozen_parameters)
 
-        def commit(shards: list[FileEntry]) -> None:
-            folders.commit(folder, Manifest(shards=tuple(shards), **values), save_latest)
-            rotate(directory, settings.keep_last, settings.keep_every)
+        def describe(shards: list[FileEntry]) -> Manifest:
+            return Manifest(shards=tuple(shards), **values)
 
         small = self._small(tensors, not exclude_frozen_parameters)
-        if settings.commit == "background":
-            self._begin(tag, folder, unique, small, commit)
-        else:
-            self._save_at_once(folder, unique, small, commit)
+        with folders.offering(directory, EARLIER):
+            if settings.commit == "background":
+                self._begin(tag, folder, unique, small, describe, save_latest)
+            else:
+                self._save_at_once(folder, unique, small, describe, save_latest)
         optimizer.checkpoint_event_epilogue()
         return True
 
@@ -129,16 +135,25 @@ class Saving:
         make_room(folder.parent, STATE_BYTES * trained + frozen, settings.keep_last, settings.keep_every)
 
     def _save_at_once(
-        self, folder: Path, unique: str, small: Mapping[str, Any], commit: Callable[[list[FileEntry]], None]
+        self, folder: Path, unique: str, small: Mapping[str, Any], describe: Describe, save_latest: bool
     ) -> None:
-        save = self._seal(folder, unique, small, background=False)
+        """Collective over all ranks. If it fails before the commit, nothing is left of it."""
+        save, rank = self._seal(folder, unique, small, background=False), world_rank()
         try:
-            shards = gather(together(save.run, SAVING))
-            together(lambda: commit(shards) if world_rank() == 0 else None, SAVING)
+            manifest = describe(gather(together(save.run, SAVING)))
+            together(lambda: folders.prepare(folder, manifest, save_latest) if rank == 0 else None, SAVING)
         except BaseException:
             save.remove()
+            if rank == 0:
+                folders.abandon(folder)
             raise
+        together(lambda: self._commit(folder, manifest, save_latest) if rank == 0 else None, COMMITTING)
+
+    def _commit(self, folder: Path, manifest: Manifest, save_latest: bool) -> None:
+        settings = self._engine.optimizer._config.checkpoint
+        folders.commit(folder, manifest, save_latest)
         say("checkpoint %s committed", folder)
+        rotate(folder.parent, settings.keep_last, settings.keep_every)
 
     def _begin(
         self,
@@ -146,9 +161,20 @@ class Saving:
         folder: Path,
         unique: str,
         small: Mapping[str, Any],
-        commit: Callable[[list[FileEntry]], None],
+        describe: Describe,
+        save_latest: bool,
     ) -> None:
         """Collective over all ranks. Seal, and let a thread do the rest."""
+
+        def commit(shards: list[FileEntry]) -> None:
+            manifest = describe(shards)
+            try:
+                folders.prepare(folder, manifest, save_latest)
+            except BaseException:
+                folders.abandon(folder)
+                raise
+            self._commit(folder, manifest, save_latest)
+
         optimizer = self._engine.optimizer
         save = self._seal(folder, unique, small, background=True)
         attempt = Attempt(folder, unique, self._engine.world_size, optimizer._config.tokens.timeout_s)
@@ -176,14 +202,12 @@ class Saving:
         background, self._background = self._background, None
         if background is None:
             return
-        error: Exception | None = None
-        try:
-            background.wait()
-        except Exception as failure:
-            error = failure
+        # A rank that is gone is found by the first exchange; rank 0 alone would wait for its files.
+        failed = [theirs for theirs in gather(_text(background.wait_written())) if theirs]
+        failed += [theirs for theirs in gather(_text(background.wait_ended())) if theirs]
         self._engine.optimizer.saving = None
-        if any(gather(error is not None)):
-            warn("checkpoint %s was not saved: %s", background.tag, next(e for e in gather(str(error or "")) if e))
+        if failed:
+            warn("checkpoint %s was not saved: %s", background.tag, failed[0])
             if world_rank() == 0:
                 background.remove()
 
@@ -219,6 +243,7 @@ class Saving:
         done = self._stock_save(str(folder.parent), folder.name, dict(client_state or {}), *how)
         if world_rank() == 0:
             (folder / MANIFEST).unlink(missing_ok=True)
+            folders.partial(folder.parent / LATEST).unlink(missing_ok=True)
         return done
 
     def _plain_values(self, client_state: dict[str, Any], tensors: list[torch.Tensor]) -> tuple[dict[str, Any], Any]:
@@ -274,6 +299,10 @@ def kept_buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:
     """Buffers that a checkpoint holds, by name."""
     names = set(engine._get_buffer_names())
     return [(name, buffer) for name, buffer in engine.module.named_buffers() if name in names]
+
+
+def _text(error: BaseException | None) -> str:
+    return "" if error is None else str(error) or type(error).__name__
 
 
 def _agree(tag: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -180,13 +181,43 @@ def test_a_run_goes_on_with_other_ranks_tiers_subgroups_and_codec(tmp_path, dirs
             assert found["there"] == saved[0]["there"]
 
 
-def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path, dirs):
-    found = run("killed_save", 2, tmp_path, dirs=dirs, checkpoint=str(tmp_path / "ckpt"))
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, dirs):
+    found = run("failing_save", 2, tmp_path, dirs=dirs, checkpoint=str(tmp_path / "ckpt"))
     for rank in found:
-        assert "ENOSPC" in rank["error"]
-        assert rank["back"] == rank["wanted"]
-    names = sorted(path.name for path in (tmp_path / "ckpt" / "one").iterdir())
-    assert len({name.split("-")[-1].split(".")[0] for name in names}) == 2, "the manifest, and nothing of what failed"
+        for what in ("ENOSPC", "EIO", "EDQUOT"):
+            assert rank[what].startswith("the checkpoint was not saved:\nrank ")
+            assert f"failed: {what}" in rank[what]
+            assert "What to do: " in rank[what]
+            assert str(tmp_path / "ckpt") in rank[what]
+            assert rank[what].endswith("saved before and are as they were, the newest first: one")
+            made = {name.split("-")[-1].split(".")[0] for name in rank[f"{what}: files"]}
+            assert len(made) == 2, "the manifest, and nothing of what failed"
+        assert rank["unharmed"]
+        assert rank["after the commit"].startswith("it is not certain that the checkpoint was saved:\nrank 0 on ")
+        assert rank["path"] == str(tmp_path / "ckpt" / "two")
+        assert rank["whole"], "nothing that a committed manifest names is taken away"
+
+
+DAMAGES = {
+    "chunk": [" is not what was saved: checksum ", "state-00001-"],
+    "manifest": ["the manifest is damaged (", "/two/manifest.json"],
+    "shard": ["a file of the checkpoint is missing", "/two/shard-00001-"],
+    "state": ["a file of the checkpoint is missing", "/two/state-00000-"],
+    "version": ["version 2 of the checkpoint format", "install a newer mlpo_hpc", "/two/manifest.json"],
+}
+
+
+def test_what_is_wrong_with_a_checkpoint_is_told_and_which_others_there_are(tmp_path, dirs):
+    first, second = run("damaged", 2, tmp_path, dirs=dirs, checkpoint=str(tmp_path / "ckpt"))
+    assert first == second
+    assert first.pop("one"), "the older one is loaded when it is asked for"
+    assert set(first) == set(DAMAGES)
+    for what, words in DAMAGES.items():
+        assert first[what].startswith("the checkpoint was not loaded:\nrank ")
+        for text in words:
+            assert text in first[what]
+        assert first[what].endswith("Other checkpoints that are there, the newest first: one")
+    assert re.search(r": [0-5]\.(weight|bias) is not what was saved", first["chunk"]), "the parameter is named"
 
 
 # Which layers take part, by step and micro-step.

@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ from unittest.mock import patch
 
 import deepspeed
 import torch
+import xxhash
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -32,7 +34,9 @@ from deepspeed.utils import (
 )
 
 import mlpo_hpc
+from mlpo_hpc.checkpoint import folder as folders
 from mlpo_hpc.engine import own_checkpoint
+from mlpo_hpc.errors import storage_error
 from mlpo_hpc.state import node_file
 from mlpo_hpc.storage.base import FileContainer
 
@@ -325,30 +329,137 @@ def elsewhere(args: Args) -> Args:
     return found
 
 
-def killed_save(args: Args) -> Args:
-    """The device is full while one rank saves: all raise, and the checkpoint before it is as it was."""
+def failing_save(args: Args) -> Args:
+    """The device is full or fails while something is saved: all raise, and what was saved before is as it was."""
     engine = start(args)
     train(engine, 2)
     engine.save_checkpoint(args["checkpoint"], tag="one")
     wanted = fingerprint(engine)
     train(engine, 1, first=2)
-    real = os.pwrite
+    found: Args = {}
+    for what, failing in FAILING_SAVES.items():
+        try:
+            with failing():
+                engine.save_checkpoint(args["checkpoint"], tag="one")
+        except mlpo_hpc.MlpoError as failure:
+            found[what] = str(failure)
+        torch.distributed.barrier()
+        found[f"{what}: files"] = sorted(os.listdir(Path(args["checkpoint"]) / "one"))
+    engine.load_checkpoint(args["checkpoint"])
+    unharmed = fingerprint(engine) == wanted
+    train(engine, 1, first=2)
+    wanted = fingerprint(engine)
+    try:
+        with after_commit_eio():
+            engine.save_checkpoint(args["checkpoint"], tag="two")
+    except mlpo_hpc.MlpoError as failure:
+        found["after the commit"] = str(failure)
+    train(engine, 1, first=3)
+    path, _ = engine.load_checkpoint(args["checkpoint"])
+    found |= {"unharmed": unharmed, "path": path, "whole": fingerprint(engine) == wanted}
+    engine.destroy()
+    return found
+
+
+def failure(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def full_shard() -> Any:
+    """One rank has no room after its first chunk."""
+    real, on_rank_1 = os.pwrite, torch.distributed.get_rank() == 1
 
     def full(fd: int, data: Any, offset: int) -> int:
-        if offset > 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        if offset > 0 and on_rank_1:
+            raise failure(errno.ENOSPC)
         return real(fd, data, offset)
 
-    error = ""
-    try:
-        with patch("mlpo_hpc.checkpoint.write.os.pwrite", full if torch.distributed.get_rank() == 1 else real):
-            engine.save_checkpoint(args["checkpoint"], tag="one")
-    except mlpo_hpc.MlpoError as failure:
-        error = str(failure)
-    engine.load_checkpoint(args["checkpoint"])
-    back = fingerprint(engine)
+    return patch("mlpo_hpc.checkpoint.write.os.pwrite", full)
+
+
+def eio_of_sync() -> Any:
+    """The device tells at the end only what it did not write."""
+    return patch("mlpo_hpc.checkpoint.write.os.fsync", side_effect=failure(errno.EIO))
+
+
+def full_manifest() -> Any:
+    real = folders.write_whole
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "latest.partial":
+            raise storage_error("writing a file of the checkpoint", str(path), failure(errno.EDQUOT))
+        real(path, data)
+
+    return patch.object(folders, "write_whole", full)
+
+
+def after_commit_eio() -> Any:
+    """The manifest has its name, but whether that lasts nobody knows."""
+    real = folders.put_in_place
+
+    def put(path: Path) -> None:
+        real(path)
+        if path.name.startswith("shard-"):
+            return
+        raise storage_error("syncing the folder of the checkpoint", str(path.parent), failure(errno.EIO))
+
+    return patch.object(folders, "put_in_place", put)
+
+
+FAILING_SAVES = {"ENOSPC": full_shard, "EIO": eio_of_sync, "EDQUOT": full_manifest}
+
+
+def damaged(args: Args) -> Args:
+    """Loading what is damaged says what is wrong, and what else there is."""
+    engine = start(args)
+    train(engine, 1)
+    engine.save_checkpoint(args["checkpoint"], tag="one")
+    wanted = fingerprint(engine)
+    train(engine, 1, first=1)
+    engine.save_checkpoint(args["checkpoint"], tag="two")
+    folder, good = Path(args["checkpoint"]) / "two", Path(args["checkpoint"]).parent / "good"
+    first = torch.distributed.get_rank() == 0
+    if first:
+        shutil.copytree(folder, good)
+    found: Args = {}
+    for what, spoil in SPOILED.items():
+        if first:
+            spoil(folder)
+        torch.distributed.barrier()
+        try:
+            engine.load_checkpoint(args["checkpoint"])
+        except mlpo_hpc.MlpoError as error:
+            found[what] = str(error)
+        torch.distributed.barrier()
+        if first:
+            shutil.rmtree(folder)
+            shutil.copytree(good, folder)
+        torch.distributed.barrier()
+    engine.load_checkpoint(args["checkpoint"], tag="one")
+    found["one"] = fingerprint(engine) == wanted
     engine.destroy()
-    return {"error": error, "wanted": wanted, "back": back}
+    return found
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def other_version(folder: Path) -> None:
+    path = folder / "manifest.json"
+    body = path.read_bytes().partition(b", ")[2].replace(b'"version": 1', b'"version": 2')
+    path.write_bytes(b'{"checksum": "%s", %s' % (xxhash.xxh3_64_hexdigest(body).encode(), body))
+
+
+SPOILED: dict[str, Any] = {
+    "chunk": lambda folder: flip(next(folder.glob("state-00001-*")), -1),
+    "manifest": lambda folder: flip(folder / "manifest.json", 200),
+    "shard": lambda folder: next(folder.glob("shard-00001-*")).unlink(),
+    "state": lambda folder: next(folder.glob("state-00000-*")).unlink(),
+    "version": other_version,
+}
 
 
 def whole_state(args: Args) -> Args:

@@ -34,7 +34,7 @@ class Recorder:
         self.names = {}
         """Folder -> its names and their inodes when it was last synced."""
         self.contents = {}
-        """Inode -> what the file had when it was last synced."""
+        """Inode -> what the file had when it was last synced, and when that was written."""
 
     def __getattr__(self, name):
         real = getattr(os, name)
@@ -56,7 +56,7 @@ class Recorder:
         if path.is_dir():
             self.names[path] = {entry.name: entry.stat().st_ino for entry in path.iterdir()}
         else:
-            self.contents[path.stat().st_ino] = path.read_bytes()
+            self.contents[path.stat().st_ino] = (path.read_bytes(), path.stat().st_mtime_ns)
 
     def survivors(self, folder, copy):
         """What a loss of power leaves of a folder."""
@@ -65,10 +65,12 @@ class Recorder:
             if folder / name in self.names or (folder / name).is_dir():
                 self.survivors(folder / name, copy / name)
             else:
-                (copy / name).write_bytes(self.contents.get(inode, b""))
+                data, written_ns = self.contents.get(inode, (b"", 0))
+                (copy / name).write_bytes(data)
+                os.utime(copy / name, ns=(written_ns, written_ns))
 
 
-def save(directory, tag, value):
+def save(directory, tag, value, save_latest=True):
     """As the engine does it, all ranks one after the other; every item is the value."""
     folder = directory / tag
     folders.make(folder)
@@ -105,7 +107,8 @@ def save(directory, tag, value):
         versions={},
         created="2026-01-01T00:00:00",
     )
-    folders.commit(folder, manifest, save_latest=True)
+    folders.prepare(folder, manifest, save_latest)
+    folders.commit(folder, manifest, save_latest)
 
 
 def found(directory):
@@ -146,11 +149,16 @@ def test_every_crash_leaves_a_whole_checkpoint(tag, tmp_path):
         ended = broken_off(directory, tag, recorder)
         recorder.survivors(directory, tmp_path / "survived")
         seen.append((found(directory), found(tmp_path / "survived")))
+        if tag == "two":
+            places = (directory, tmp_path / "survived")
+            committed = tuple(2 if (place / "two/manifest.json").exists() else 1 for place in places)
+            assert seen[-1] == committed, "it counts from its commit on, whatever `latest` names"
         shutil.rmtree(tmp_path / "survived")
         save(directory, "three", 3)
         assert found(directory) == 3, "and the next one is saved as if nothing had been"
         number += 1
     assert number > 20
+    assert {"latest.partial", "manifest.json.partial"}.isdisjoint(path.name for path in directory.rglob("*"))
     for kind in zip(*seen, strict=True):
         assert list(kind) == sorted(kind), "once it is committed it stays so"
     assert all(lost <= kept for kept, lost in seen)
@@ -173,3 +181,44 @@ def test_latest_is_only_a_hint(hint, tmp_path):
     save(tmp_path, "two", 2)
     (tmp_path / "latest").write_bytes(hint)
     assert found(tmp_path) == (1 if hint == b"one\n" else 2)
+
+
+def test_a_save_that_is_broken_off_after_another_one_was_loses_none(tmp_path):
+    """The first is killed between its commit and `latest`, the second anywhere."""
+    real, number, ended = folders.put_in_place, 0, False
+    while not ended:
+        directory = tmp_path / f"at-{number}"
+        save(directory, "one", 0)
+        with patch.object(folders, "put_in_place", lambda path: real(path) if path.name != "latest" else None):
+            save(directory, "two", 1)
+        ended = broken_off(directory, "three", Recorder(last=number))
+        committed = (directory / "three/manifest.json").exists()
+        assert found(directory) == (2 if committed else 1)
+        if (directory / "latest").read_text() == "two" and not committed:
+            folders.abandon(directory / "three")  # as the engine does where its rank lives
+            assert found(directory) == 1
+        number += 1
+    assert number > 20
+
+
+def test_who_names_another_one_after_a_crash_is_heard(tmp_path):
+    save(tmp_path, "one", 1)
+    real = folders.put_in_place
+    with patch.object(folders, "put_in_place", lambda path: real(path) if path.name != "latest" else None):
+        save(tmp_path, "two", 2)
+    assert ((tmp_path / "latest").read_text(), found(tmp_path)) == ("one", 2)
+    later_ns = (tmp_path / "latest.partial").stat().st_mtime_ns + 1
+    os.utime(tmp_path / "latest", ns=(later_ns, later_ns))
+    assert found(tmp_path) == 1
+    save(tmp_path, "three", 3)
+    assert found(tmp_path) == 3
+    assert not (tmp_path / "latest.partial").exists()
+
+
+def test_what_latest_is_not_to_name_is_not_loaded_though_an_earlier_try_was_broken_off(tmp_path):
+    save(tmp_path, "one", 1)
+    with patch.object(folders, "commit", lambda *_: None):
+        save(tmp_path, "two", 2)  # broken off right before its commit
+    assert found(tmp_path) == 1
+    save(tmp_path, "two", 3, save_latest=False)
+    assert found(tmp_path) == 1
