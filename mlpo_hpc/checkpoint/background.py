@@ -20,6 +20,8 @@ from mlpo_hpc.checkpoint.save import Save
 from mlpo_hpc.errors import CorruptState, StorageError, StorageTimeout, here
 from mlpo_hpc.telemetry.log import logger
 
+EXIT_S = 20.0
+"""The same for a process that is about to end: another one may have ended already, and never by itself."""
 FIRST_POLL_S, LAST_POLL_S = 0.02, 5.0
 
 
@@ -87,7 +89,7 @@ class Attempt:
                 raise StorageError(folders.read_whole(self.folder / failed[0]).decode(errors="replace"))
             if found != before:
                 before, since = found, time.monotonic()
-            elif time.monotonic() - since > self._timeout_s:
+            elif time.monotonic() - since > (self._timeout_s if threading.main_thread().is_alive() else EXIT_S):
                 raise StorageTimeout(f"waiting for {what} for {self._timeout_s:.0f} s: {here(self.folder)}")
             time.sleep(pause_s)
             pause_s = min(LAST_POLL_S, 1.5 * pause_s)

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -240,14 +240,15 @@ def check_file(folder: Path, entry: FileEntry) -> None:
 
 def remove_unused(folder: Path, manifest: Manifest) -> None:
     """Take away what attempts that came to nothing, or a checkpoint of the same name, left in a folder."""
-    used = {MANIFEST}
-    for rank in range(manifest.world_size):
-        shard = read_shard(folder, manifest, rank)
-        used |= {manifest.shards[rank].file, shard.tensors.file}
-        used |= {chunk.file for record in shard.records for chunk in (*record.chunks, *record.weights)}
+    attempts = {_attempt(shard.file) for shard in manifest.shards}
     for path in folder.iterdir():
-        if OURS.fullmatch(path.name) and path.name not in used:
+        if OURS.fullmatch(path.name) and _attempt(path.name) not in attempts:
             path.unlink(missing_ok=True)
+
+
+def _attempt(name: str) -> str:
+    """What the names of all files of one attempt to save have in common."""
+    return name.rpartition("-")[2].partition(".")[0]
 
 
 def make(folder: Path) -> None:
@@ -265,6 +266,10 @@ def make(folder: Path) -> None:
         raise storage_error("making the folder of the checkpoint", str(folder), error) from error
     if _awaited_latest(folder.parent) is not None:  # or it would be forgotten when this save replaces or removes it
         put_in_place(folder.parent / LATEST)
+    newest = named_latest(folder.parent)
+    if newest is not None and is_ours(folder.parent / newest):
+        with suppress(CorruptState, ConfigError):  # whoever loads it is told
+            remove_unused(folder.parent / newest, read_manifest(folder.parent / newest))
 
 
 def prepare(folder: Path, manifest: Manifest, save_latest: bool) -> None:

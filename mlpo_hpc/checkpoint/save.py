@@ -150,6 +150,9 @@ class Save:
 
     def _complete(self, tier: int, file: LinkedFile) -> None:
         """A file that is linked has nothing but what is wanted, and is on the device."""
+        if not self._used[tier] and not file.of_node:
+            file.path.unlink()
+            return
         member = file.container.member(file.generation)
         for slot in range(member.num_slots):
             member.punch(slot, self._used[tier].get(slot, 0))

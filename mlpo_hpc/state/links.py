@@ -53,6 +53,8 @@ class LinkedFile:
         Of the file.
     following : FileContainer
         Where the tier's state goes from now on.
+    of_node : bool
+        Whether other ranks may need it though this one does not.
     is_ours : bool
         Whether this rank gave it its name there, and takes it away if the checkpoint will not be.
     """
@@ -61,6 +63,7 @@ class LinkedFile:
     container: Generations
     generation: int
     following: FileContainer
+    of_node: bool
     is_ours: bool
 
     def undo(self) -> None:
@@ -124,7 +127,7 @@ def _follow(
         following.close()
         return None
     assert isinstance(tier.container, Generations)
-    return tier.name, LinkedFile(path, tier.container, tier.container.last, following, names_it)
+    return tier.name, LinkedFile(path, tier.container, tier.container.last, following, succession.of_node, names_it)
 
 
 def _name(succession: Succession, node: Node, folder: Path, unique: str) -> Path | None:
