@@ -238,9 +238,17 @@ def check_file(folder: Path, entry: FileEntry) -> None:
         raise CorruptState(f"not what was saved: checksum {found} instead of {entry.checksum}: {here(path)}")
 
 
-def remove_unused(folder: Path, manifest: Manifest) -> None:
-    """Take away what attempts that came to nothing, or a checkpoint of the same name, left in a folder."""
-    attempts = {_attempt(shard.file) for shard in manifest.shards}
+def remove_unused(folder: Path, manifest: Manifest | None) -> None:
+    """Take away what attempts that came to nothing, or a checkpoint of the same name, left in a folder.
+
+    Parameters
+    ----------
+    folder : Path
+        Of a checkpoint.
+    manifest : Manifest, optional
+        The files of its attempt stay; None: nothing is committed there.
+    """
+    attempts = {_attempt(shard.file) for shard in manifest.shards} if manifest is not None else set()
     for path in folder.iterdir():
         if OURS.fullmatch(path.name) and _attempt(path.name) not in attempts:
             path.unlink(missing_ok=True)
@@ -252,7 +260,7 @@ def _attempt(name: str) -> str:
 
 
 def make(folder: Path) -> None:
-    """Make the folder of a checkpoint, and those above it, if they are missing; finish a commit that a kill cut short.
+    """Make the folder of a checkpoint, and those above it, if they are missing; first finish what kills cut short.
 
     Raises
     ------
@@ -264,12 +272,13 @@ def make(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise storage_error("making the folder of the checkpoint", str(folder), error) from error
+    latest = folder.parent / LATEST
     if _awaited_latest(folder.parent) is not None:  # or it would be forgotten when this save replaces or removes it
-        put_in_place(folder.parent / LATEST)
-    newest = named_latest(folder.parent)
-    if newest is not None and is_ours(folder.parent / newest):
-        with suppress(CorruptState, ConfigError):  # whoever loads it is told
-            remove_unused(folder.parent / newest, read_manifest(folder.parent / newest))
+        put_in_place(latest)
+    partial(latest).unlink(missing_ok=True)
+    for each in {folder, folder.parent / (named_latest(folder.parent) or folder.name)}:
+        with suppress(CorruptState, ConfigError):  # what is damaged is replaced as a whole by the commit
+            remove_unused(each, read_manifest(each) if is_ours(each) else None)
 
 
 def prepare(folder: Path, manifest: Manifest, save_latest: bool) -> None:

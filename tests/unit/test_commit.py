@@ -175,6 +175,21 @@ def test_nothing_of_a_broken_off_save_is_left_by_the_next(tmp_path):
     assert found(tmp_path) == 3
 
 
+def test_nothing_of_a_broken_off_save_is_left_by_one_that_is_killed_right_after_its_commit(tmp_path):
+    save(tmp_path, "one", 1)
+    assert not broken_off(tmp_path, "two", Recorder(last=12))
+    real = folders.put_in_place
+
+    def put(path):
+        real(path)
+        raise PowerLoss
+
+    with patch.object(folders, "put_in_place", put), pytest.raises(PowerLoss):
+        save(tmp_path, "two", 3)
+    assert found(tmp_path) == 3
+    assert len(list((tmp_path / "two").iterdir())) == 7
+
+
 @pytest.mark.parametrize("hint", [b"", b"nowhere", b"../one", b"one\n", b"\xff\xfe", b"x" * 10_000, b"a\0b"])
 def test_latest_is_only_a_hint(hint, tmp_path):
     save(tmp_path, "one", 1)
