@@ -62,7 +62,7 @@ def main() -> tuple[Any, list[float]]:
     args = parse()
     mlpo_hpc.init_distributed()  # first: whatever started this process, all see one world
     config = ds_config(args)
-    # accelerate knows the backend of accelerators only; without it each rank of CPUs would take itself for the only one.
+    # accelerate knows the backends of accelerators only; on CPUs each rank would take itself for the only one.
     backend = None if torch.accelerator.is_available() else "gloo"
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),

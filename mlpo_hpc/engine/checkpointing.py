@@ -151,7 +151,7 @@ class Checkpointing:
         if with_frozen:
             small |= {f"frozen/{name}": param.ds_tensor.detach() for name, param in self._frozen()}
         if rank == 0:
-            small |= {f"buffer/{name}": buffer.detach() for name, buffer in self._buffers()}
+            small |= {f"buffer/{name}": buffer.detach().clone() for name, buffer in self._buffers()}
             small |= {f"client/{number}": tensor for number, tensor in enumerate(tensors)}
         entry = writer.finish(records, pieces, small, rng)
         writer.close()

@@ -25,9 +25,9 @@ def refuse_copies() -> None:
     """Collective over the training world. See that a trainer splits the data among all ranks.
 
     accelerate counts processes when it is set up and never again
-    (https://huggingface.co/docs/accelerate/package_reference/state): on CPUs, and where no launcher set LOCAL_RANK, each
-    takes itself for the only one, and all ranks train on the same data. A trainer that does not know the launcher starts
-    a world of one for each process, where each trains a model of its own.
+    (https://huggingface.co/docs/accelerate/package_reference/state): on CPUs, and where no launcher set LOCAL_RANK,
+    each takes itself for the only one, and all ranks train on the same data. A trainer that does not know the launcher
+    starts a world of one for each process, where each trains a model of its own.
 
     Raises
     ------
@@ -44,18 +44,17 @@ def _refuse_copies(world_size: int, environ: Mapping[str, str], modules: Mapping
     counted = state.PartialState._shared_state.get("num_processes", world_size) if state else world_size
     if counted != world_size:
         raise ConfigError(
-            f"the training world has {world_size} ranks, but accelerate counted {counted}: all ranks would train on the "
-            "same data. Call mlpo_hpc.init_distributed() before TrainingArguments(...) or Accelerator(...); on CPUs also "
-            "give TrainingArguments(use_cpu=True), or "
+            f"the training world has {world_size} ranks, but accelerate counted {counted}: all ranks would train on "
+            "the same data. Call mlpo_hpc.init_distributed() before TrainingArguments(...) or Accelerator(...); on CPUs "
+            "also give TrainingArguments(use_cpu=True), or "
             "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')])"
         )
-    loaded = [name for name in TRAINERS if name in modules]
     launcher, started = started_with(environ)
-    if loaded and world_size == 1 and started > 1:
+    if world_size == 1 < started and any(name in modules for name in TRAINERS):
         raise ConfigError(
-            f"{launcher} started {started} processes, but this one trains alone: {' and '.join(loaded)} does not know "
-            f"that launcher, and {started} copies would be trained. Call mlpo_hpc.init_distributed() before the trainer "
-            "is made, and give Lightning devices= and num_nodes= as they were started"
+            f"{launcher} started {started} processes, but this one trains alone: {started} copies would be trained. "
+            "Call mlpo_hpc.init_distributed() before the trainer is made, and give Lightning devices= and num_nodes= "
+            "as they were started"
         )
 
 

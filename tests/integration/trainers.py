@@ -1,6 +1,6 @@
 """Training under transformers.Trainer, accelerate and Lightning, all cases in one launch for each rank.
 
-``python -m tests.integration.trainers OUT DIR NAME...``: what each scenario found, or its error, goes to ``OUT.<rank>``.
+``python -m tests.integration.trainers OUT DIR NAME...``: what each scenario found goes to ``OUT.<rank>``.
 """
 
 from __future__ import annotations
@@ -146,11 +146,11 @@ def again(trainer: Any) -> Found:
 def exported(trainer: Any, out: Path) -> Found:
     """`mlpo ckpt export` of the newest checkpoint, loaded by transformers, against what the trainer saved itself."""
     from click.testing import CliRunner
+    from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
     from examples.trainer import Text
     from mlpo_hpc.cli import main
-    from safetensors.torch import load_file
 
     trainer_state = out / "checkpoint-6"
     if torch.distributed.get_rank() != 0:
@@ -290,6 +290,106 @@ def groups_of(model: torch.nn.Module) -> list[Found]:
         {"params": [param for param in trained if param.ndim > 1], "weight_decay": 0.1, "lr": 1e-2},
         {"params": [param for param in trained if param.ndim == 1], "weight_decay": 0.0, "lr": 2e-2},
     ]
+
+
+# ---- Lightning ------------------------------------------------------------------------------
+
+
+def lightning_fit(folder: Path) -> Found:
+    """Straight, by stock, and gone on from a checkpoint."""
+    found: Found = {}
+    for name, by_stock in (("straight", False), ("stock", True), ("resumed", False)):
+        out = folder / f"lightning_{name}"
+        resume = folder / "lightning_straight/step=4.ckpt" if name == "resumed" else None
+        with fresh():
+            trainer = fit(folder, out, by_stock, resume)
+            engine = trainer.strategy.deepspeed_engine
+            found[name] = state_of(engine)
+            found[f"{name} step"] = trainer.global_step
+            found[f"{name} folders"] = sorted(path.name for path in out.iterdir())
+            engine.destroy()
+    return found
+
+
+def fit(folder: Path, out: Path, by_stock: bool, resume: Path | None) -> Any:
+    import lightning.pytorch as lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    plain = {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 3}}
+    config = stock(plain) if by_stock else ours(plain, folder)
+    saving = ModelCheckpoint(
+        dirpath=out, every_n_train_steps=2, save_top_k=2, monitor="step", mode="max", filename="{step}"
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=strategy_on_cpus(config), max_steps=6,
+        precision="bf16-true", accumulate_grad_batches=2, gradient_clip_val=0.5, callbacks=[saving], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    with nullcontext() if by_stock else mlpo_hpc.offload(config):
+        trainer.fit(lightning_module(), Pieces(), ckpt_path=resume)
+    return trainer
+
+
+def strategy_on_cpus(config: Found) -> Any:
+    """Lightning's strategy refuses whatever is not CUDA; the rest of it does not mind."""
+    import lightning.pytorch.strategies.deepspeed as module
+    from lightning.pytorch.accelerators import CPUAccelerator
+
+    class OnCpus(module.DeepSpeedStrategy):
+        def setup_environment(self) -> None:
+            with patch.object(module, "CUDAAccelerator", CPUAccelerator):
+                super().setup_environment()
+
+        def setup_distributed(self) -> None:
+            with patch.object(module, "_validate_device_index_selection", lambda _: None):
+                super().setup_distributed()
+
+        @property
+        def root_device(self) -> torch.device:
+            return torch.device("cpu", int(os.environ["LOCAL_RANK"]))
+
+    return OnCpus(config=config, process_group_backend="gloo")
+
+
+class Pieces:
+    """Batches by their number, which a checkpoint can hold."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.next < len(self):
+            self.next += 1
+            seed = 10 * self.next + torch.distributed.get_rank()
+            yield torch.randn(2, 48, generator=torch.Generator().manual_seed(seed))
+
+    def state_dict(self) -> Found:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: Found) -> None:
+        self.next = state["next"]
+
+
+def lightning_module() -> Any:
+    import lightning.pytorch as lightning
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mixture()
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return (self.net(batch).float() ** 2).mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(groups_of(self))
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    return Net()
 
 
 def accelerate_features(folder: Path) -> Found:
