@@ -45,8 +45,8 @@ def _refuse_copies(world_size: int, environ: Mapping[str, str], modules: Mapping
     if counted != world_size:
         raise ConfigError(
             f"the training world has {world_size} ranks, but accelerate counted {counted}: all ranks would train on "
-            "the same data. Call mlpo_hpc.init_distributed() before TrainingArguments(...) or Accelerator(...); on CPUs "
-            "also give TrainingArguments(use_cpu=True), or "
+            "the same data. Call mlpo_hpc.init_distributed() before TrainingArguments(...) or Accelerator(...); on "
+            "CPUs also give TrainingArguments(use_cpu=True), or "
             "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')])"
         )
     launcher, started = started_with(environ)

@@ -19,6 +19,9 @@ SCENARIOS = {
     "accelerate_features": "accelerate",
     "trainer_example": "transformers",
     "lightning_fit": "lightning",
+    "documented_trainer": "transformers",
+    "documented_accelerate": "accelerate",
+    "documented_lightning": "lightning",
 }
 
 
@@ -129,3 +132,20 @@ def test_mistakes_with_accelerate_are_errors(found):
     for rank in found:
         assert all(text in rank["copies"] for text in COPIES), rank["copies"]
         assert "without DeepSpeed, for accelerate is set up as MULTI_CPU: give" in rank["dropped"]
+
+
+@scenario("documented_trainer")
+def test_the_documented_program_of_the_trainer_runs_as_it_stands(found):
+    assert [rank["steps"] for rank in found] == [[4], [4]]
+    assert found[0]["left"] == ["checkpoints", "model"]
+
+
+@scenario("documented_accelerate")
+def test_the_documented_program_of_accelerate_runs_as_it_stands(found):
+    assert [rank["steps"] for rank in found] == [[8], [8]]
+    assert found[0]["left"] == ["state"]
+
+
+@scenario("documented_lightning")
+def test_the_documented_program_of_lightning_runs_as_it_stands(found):
+    assert [rank["steps"] for rank in found] == [[4], [4]]

@@ -12,7 +12,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import chdir, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -189,6 +189,50 @@ def accelerate_example(folder: Path) -> Found:
                 found["read"] = engine.optimizer.offload_report()["bytes_read"]
             engine.destroy()
     return found
+
+
+# ---- the programs of docs/trainers.md -------------------------------------------------------
+
+
+def documented_trainer(folder: Path) -> Found:
+    return run_documented("TrainingArguments", folder)
+
+
+def documented_accelerate(folder: Path) -> Found:
+    return run_documented("Accelerator(", folder)
+
+
+def documented_lightning(folder: Path) -> Found:
+    import lightning.pytorch.strategies as strategies
+
+    with patch.object(strategies, "DeepSpeedStrategy", strategy_on_cpus):
+        return run_documented("lightning.Trainer", folder)
+
+
+def run_documented(word: str, folder: Path) -> Found:
+    """The program with that word, as it stands; on the tiers of the tests."""
+    from mlpo_hpc.engine.stage3 import OffloadStage3
+
+    blocks = (Path(__file__).parents[2] / "docs/trainers.md").read_text().split("```python\n")[1:]
+    (program,) = [code for block in blocks if word in (code := block.split("```")[0])]
+    there = folder / word.strip("(")
+    there.mkdir(exist_ok=True)
+    steps: list[int] = []
+    destroy = OffloadStage3.destroy
+
+    def note(self: Any) -> None:
+        steps.append(self.offload_report()["step"])
+        destroy(self)
+
+    tiers = json.dumps(section(folder)["tiers"])
+    with (
+        fresh(),
+        chdir(there),
+        patch.dict(os.environ, MLPO_HPC_TIERS=tiers),
+        patch.object(OffloadStage3, "destroy", note),
+    ):
+        exec(compile(program, word, "exec"), {"__name__": "__main__"})
+    return {"steps": steps, "left": sorted(path.name for path in there.iterdir())}
 
 
 # ---- what is caught -------------------------------------------------------------------------
