@@ -124,23 +124,18 @@ def trainer_example(folder: Path) -> Found:
             if not by_stock:
                 found["read"] = trainer.deepspeed.optimizer.offload_report()["bytes_read"]
             if name == "resumed":
-                found |= again(trainer) | exported(trainer, out)
+                found |= evaluated(trainer) | exported(trainer, out)
             trainer.deepspeed.destroy()
         found[f"{name} folders"] = sorted(path.name for path in out.iterdir())
     return found
 
 
-def again(trainer: Any) -> Found:
-    """Evaluation between, and a second `train`: it goes on with the same engine, so nothing is initialised."""
+def evaluated(trainer: Any) -> Found:
+    """Evaluation afterwards, outside of any context, by the engine that is there."""
     from examples.trainer import Text
 
-    before, steps = trainer.deepspeed, trainer.deepspeed.global_steps
     loss = trainer.evaluate(torch.utils.data.Subset(Text(16), range(8)))["eval_loss"]
-    trainer.args.max_steps = 2
-    trainer.args.save_strategy = "no"
-    trainer.train()
-    same = trainer.deepspeed is before
-    return {"evaluated": loss, "same engine": same, "further steps": trainer.deepspeed.global_steps - steps}
+    return {"evaluated": loss, "still ours": hasattr(trainer.deepspeed.optimizer, "offload_report")}
 
 
 def exported(trainer: Any, out: Path) -> Found:
