@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, nullcontext
@@ -59,9 +60,10 @@ def state_of(engine: Any) -> Found:
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """Without what trainers keep in the process."""
+    """Without what trainers keep in the process, and change in its environment."""
     try:
-        yield
+        with patch.dict(os.environ):
+            yield
     finally:
         if accelerate := sys.modules.get("accelerate.state"):
             accelerate.AcceleratorState._reset_state(reset_partial_state=True)
@@ -150,9 +152,10 @@ def exported(trainer: Any, out: Path) -> Found:
     trainer_state = out / "checkpoint-6"
     if torch.distributed.get_rank() != 0:
         return {}
-    result = CliRunner().invoke(
-        main, ["ckpt", "export", str(trainer_state), str(out / "exported"), "--to", "safetensors"]
-    )
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    with patch.dict(os.environ, alone, clear=True):  # as on a login node
+        command = ["ckpt", "export", str(trainer_state), str(out / "exported"), "--to", "safetensors"]
+        result = CliRunner().invoke(main, command)
     if result.exit_code != 0:
         return {"export": result.output}
     one, other = load_file(trainer_state / "model.safetensors"), load_file(out / "exported/model.safetensors")
@@ -493,7 +496,9 @@ def main() -> None:
     found = {}
     for name in names:
         try:
+            begin = time.perf_counter()
             found[name] = globals()[name](Path(folder))
+            print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
         except Exception:
             found[name] = {"error": traceback.format_exc()}
             print(found[name]["error"], flush=True)
