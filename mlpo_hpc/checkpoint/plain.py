@@ -40,7 +40,7 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(value, np.generic):
         return encode(value.item(), tensors, where)
     if isinstance(value, torch.Tensor):
-        tensors.append(value.detach())
+        tensors.append(value.detach().clone())  # the same one may be there twice, which safetensors refuses
         return {"tensor": len(tensors) - 1}
     if isinstance(value, list):
         return [encode(item, tensors, f"{where}[{number}]") for number, item in enumerate(value)]

@@ -111,6 +111,15 @@ def mpi_launcher(environ: Mapping[str, str], world_size: int) -> Launcher | None
     return outer if outer is not None and environ[outer.size] == str(world_size) else None
 
 
+def started_with(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Name of the launcher that started this process, and how many processes it started, whatever was set by hand.
+
+    torchrun counts as none: what it sets is what trainers read.
+    """
+    outer = None if "TORCHELASTIC_RUN_ID" in environ else _outer_launcher(environ)
+    return (outer.name, int(environ[outer.size])) if outer else ("none", 1)
+
+
 def _outer_launcher(environ: Mapping[str, str]) -> Launcher | None:
     """What started this process, whatever was set by hand."""
     return find_launcher({name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")})

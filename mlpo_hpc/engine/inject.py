@@ -16,6 +16,7 @@ from mlpo_hpc.cluster import launch
 from mlpo_hpc.cluster.memory import return_freed_memory, reuse_freed_memory
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import SECTION, read_ds_config
+from mlpo_hpc.engine import trainers
 from mlpo_hpc.engine.translate import Translation, translate
 from mlpo_hpc.errors import ConfigError, MlpoError, UnsupportedError
 from mlpo_hpc.telemetry import log
@@ -77,6 +78,7 @@ def offload(ds_config: DsConfig) -> Iterator[None]:
         with (
             _replaced(deepspeed, "initialize", initialize_with_offload),
             _replaced(stage3_module, CLASS_NAME, refusing),
+            trainers.refuse_plain_steps(made),
         ):
             yield
     finally:
@@ -95,9 +97,10 @@ def _initialize(
     from mlpo_hpc.engine.stage3 import OffloadStage3
 
     init_distributed()
+    trainers.refuse_copies()
     translation = _agree(lambda: _translate_call(given, mine))
     bound_class = type(OffloadStage3.__name__, (OffloadStage3,), {"translation": translation})
-    with _replaced(stage3_module, CLASS_NAME, bound_class):
+    with _replaced(stage3_module, CLASS_NAME, bound_class), _replaced(trainers, "initialising", True):
         result = stock_initialize(*given.args, **given.kwargs)
     if not isinstance(result[0].optimizer, OffloadStage3):
         raise UnsupportedError(

@@ -9,11 +9,11 @@ import textwrap
 import pytest
 import torch
 
-from mlpo_hpc.engine import contract
+from mlpo_hpc.engine import contract, trainers
 from mlpo_hpc.engine import records as records_module
 from mlpo_hpc.engine.records import Records
 from mlpo_hpc.engine.update import BoundState, probe_optimizer, set_group, updates_in_parts
-from mlpo_hpc.errors import UnsupportedError
+from mlpo_hpc.errors import ConfigError, MlpoError, UnsupportedError
 
 
 @pytest.fixture(scope="module")
@@ -225,3 +225,38 @@ def test_a_checkpoint_does_not_change_how_an_update_is_computed():
     group = {"params": [1], "lr": 0.1, "fused": True, "foreach": None}
     set_group(group, {"params": [], "lr": 0.2, "fused": None, "foreach": True, "initial_lr": 0.3})
     assert group == {"params": [1], "lr": 0.2, "fused": True, "foreach": None, "initial_lr": 0.3}
+
+
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4"}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}  # as Lightning sets them
+
+
+def test_a_trainer_that_does_not_know_the_launcher_trains_no_copies():
+    with pytest.raises(ConfigError, match="srun started 4 processes, but this one trains alone: 4 copies"):
+        trainers._refuse_copies(1, SRUN | ALONE, {"lightning": None})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "environ", "modules"),
+    [
+        (4, SRUN, {"lightning": None}),
+        (1, SRUN | ALONE, {}),
+        (1, SRUN | ALONE | {"TORCHELASTIC_RUN_ID": "x"}, {"lightning": None}),
+        (1, SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, {"accelerate": None}),
+        (1, ALONE, {"accelerate": None}),
+    ],
+)
+def test_whoever_started_one_process_may_train_in_one(world_size, environ, modules):
+    trainers._refuse_copies(world_size, environ, modules)
+
+
+def test_no_optimizer_steps_before_there_is_an_engine():
+    engines = []
+    optimizer = make(torch.optim.SGD, lr=0.1)
+    with trainers.refuse_plain_steps(engines):
+        with pytest.raises(MlpoError, match="SGD steps under mlpo_hpc.offload\\(\\), but deepspeed.initialize was not"):
+            optimizer.step()
+        engines.append("one")
+        optimizer.step()
+    engines.clear()
+    optimizer.step()

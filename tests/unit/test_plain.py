@@ -40,6 +40,12 @@ def test_tensors_and_numpy_s_numbers_come_back():
     assert (found["n"], found["i"]) == (0.1, 7)
 
 
+def test_a_tensor_that_is_there_twice_becomes_two():
+    tensors, value = [], torch.ones(2)  # safetensors refuses tensors that share memory
+    encode({"last": value, "best": [value, value[:1]]}, tensors, "x")
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 3
+
+
 @pytest.mark.parametrize("value", [{1, 2}, Path("x"), b"x", print, np.zeros(2), object()])
 def test_what_is_not_plain_is_refused_by_its_key(value):
     with pytest.raises(ConfigError, match=r"client_state\['a'\]\[1\]\['b'\]"):

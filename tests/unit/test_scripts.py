@@ -18,7 +18,7 @@ TEXTS = [
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("architecture", "modules", "doctor", "requeue", "checkpoints", "report")
+        for name in ("architecture", "modules", "doctor", "requeue", "checkpoints", "report", "trainers")
     ),
 ]
 
