@@ -84,7 +84,7 @@ class Universal:
 
     def _check_names(self) -> None:
         for name in self._reader.parameters:
-            if Path(name).name != name:
+            if Path(name).name != name or name in {"", ".."}:
                 raise CorruptState(f"{name!r} cannot be the name of a parameter's folder: {here(self._reader.folder)}")
 
     def _check_state(self) -> None:
