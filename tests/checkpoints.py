@@ -185,7 +185,9 @@ def _save_record(writer, rank, run, names, parts, vectors, weights):
     split = run.codec == "split" and run.weight_type == "bfloat16" and form.pays
     record = bytearray(form.plain_bytes if split else record_bytes(numel, 1 + len(VECTORS)))
     view = memoryview(record)
-    places = [plain_master(form, view), *state_vectors(form, view)] if split else fp32_vectors(view, numel, 3)
+    places = (
+        [plain_master(form, view), *state_vectors(form, view)] if split else fp32_vectors(view, numel, 1 + len(VECTORS))
+    )
     for place, vector in zip(places, ("fp32", *VECTORS), strict=True):
         place.copy_(joined(torch.from_numpy(vectors[name][vector]) for name in names))
     mine = joined(weights[name] for name in names)

@@ -132,7 +132,7 @@ def _entry(name: str, begin: int | None = None) -> zipfile.ZipInfo:
     entry = zipfile.ZipInfo(name)
     if begin is not None:
         field = len(PADDING) + 2
-        padding = -(begin + HEADER_BYTES + len(name) + field) % ALIGNMENT_BYTES
+        padding = -(begin + HEADER_BYTES + len(name.encode()) + field) % ALIGNMENT_BYTES
         entry.extra = PADDING + padding.to_bytes(2, "little") + bytes(padding)
     return entry
 

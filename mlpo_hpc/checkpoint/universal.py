@@ -183,6 +183,7 @@ class Universal:
         frozen, mine = self._reader.manifest.frozen, _small_tensors(self._reader, rank)
         return {
             **self._common,
+            **({"shared_params": self._training["shared_params"]} if rank == 0 else {}),  # stock looks there alone
             "frozen_param_shapes": OrderedDict((entry.name, _size(entry.shape)) for entry in frozen),
             "frozen_param_fragments": OrderedDict((entry.name, mine[f"frozen/{entry.name}"]) for entry in frozen),
             **(self._plain(self._reader.manifest.client) or {}),
@@ -199,7 +200,7 @@ class Universal:
             "buffer_names": list(buffers),
             "optimizer": None,
             "param_shapes": [OrderedDict((piece.name, _size(piece.shape)) for piece in some) for some in self._layout],
-            "shared_params": training["shared_params"],
+            "shared_params": {},
             "lr_scheduler": self._plain(training["lr_scheduler"]),
             "data_sampler": None,
             "random_ltd": None,
