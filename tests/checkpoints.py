@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mlpo_hpc.checkpoint import folder as folders
 from mlpo_hpc.checkpoint.manifest import FrozenEntry, Manifest, PieceEntry, RecordEntry, WeightType
+from mlpo_hpc.checkpoint.plain import encode
 from mlpo_hpc.checkpoint.write import CHUNK_BYTES, ShardWriter
 from mlpo_hpc.state.codec.fp32 import record_bytes
 from mlpo_hpc.state.codec.fp32 import vectors as fp32_vectors
@@ -92,8 +93,8 @@ def save(directory: Path, run: Run, tag: str = "one", attempt: str = "0000000a")
         weight_type=run.weight_type,
         frozen=tuple(FrozenEntry(name=name, shape=tuple(tensor.shape)) for name, tensor in run.frozen.items()),
         shards=tuple(shards),
-        training={"global_steps": run.step},
-        client=None,
+        training=_training(run, len(groups)),
+        client={"dict": []},
         config={},
         versions={},
         created=f"2026-01-01T00:00:{run.step % 60:02d}+0000",
@@ -101,6 +102,20 @@ def save(directory: Path, run: Run, tag: str = "one", attempt: str = "0000000a")
     folders.prepare(folder, manifest, save_latest=True)
     folders.commit(folder, manifest, save_latest=True)
     return Saved(folder, run, vectors, {name: flat[name].reshape(shape) for name, shape in run.shapes.items()})
+
+
+def _training(run: Run, num_subgroups: int) -> dict:
+    """What an engine notes, with two parameter groups."""
+    scaler = {"cur_scale": 2.0**run.step, "dynamic": run.weight_type == "float16"}
+    optimizer = {
+        "loss_scaler": scaler,
+        "overflow": False,
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95)}, {"lr": 0.2, "betas": (0.9, 0.95)}],
+        "group_of_subgroup": [0] * (num_subgroups - 1) + [1],
+    }
+    counters = {"global_steps": run.step, "global_samples": 8 * run.step, "skipped_steps": 0}
+    plain = {"optimizer": encode(optimizer, [], "optimizer"), "lr_scheduler": None, "shared_params": {}}
+    return {**counters, **plain}
 
 
 def _items(rng: np.random.Generator, numel: int) -> np.ndarray:
@@ -171,7 +186,9 @@ def _save_record(writer, rank, run, names, parts, vectors, weights):
     split = run.codec == "split" and run.weight_type == "bfloat16" and form.pays
     record = bytearray(form.plain_bytes if split else record_bytes(numel, 1 + len(VECTORS)))
     view = memoryview(record)
-    places = [plain_master(form, view), *state_vectors(form, view)] if split else fp32_vectors(view, numel, 3)
+    places = (
+        [plain_master(form, view), *state_vectors(form, view)] if split else fp32_vectors(view, numel, 1 + len(VECTORS))
+    )
     for place, vector in zip(places, ("fp32", *VECTORS), strict=True):
         place.copy_(joined(torch.from_numpy(vectors[name][vector]) for name in names))
     mine = joined(weights[name] for name in names)

@@ -79,8 +79,8 @@ class RecordEntry(Entry):
     """Its bytes, in order."""
     weights: tuple[Chunk, ...]
     """The 16-bit weights, in order."""
-    scalars: dict[str, float] | None
-    """State that is not a vector; None: the optimizer has not made its state yet."""
+    scalars: dict[str, int | float] | None
+    """State that is not a vector, tensors as floats; None: the optimizer has not made its state yet."""
 
 
 class PieceEntry(Entry):

@@ -6,10 +6,11 @@ values are what JSON has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlpo_hpc.errors import ConfigError, CorruptState
+from mlpo_hpc.errors import ConfigError, CorruptState, here
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(value, dict):
         return {
             "dict": [
-                [encode(key, [], where), encode(item, tensors, f"{where}[{key!r}]")] for key, item in value.items()
+                [_encode_key(key, where), encode(item, tensors, f"{where}[{key!r}]")] for key, item in value.items()
             ]
         }
     raise ConfigError(
@@ -58,8 +59,25 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     )
 
 
-def decode(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _encode_key(key: Any, where: str) -> Any:
+    tensors: list[torch.Tensor] = []
+    encoded = encode(key, tensors, where)
+    if tensors:
+        raise ConfigError(f"{where} has a tensor as a key, which nothing but this very tensor would find again")
+    return encoded
+
+
+def decode(value: Any, tensors: Sequence[Any], path: Path) -> Any:
     """The value that `encode` was given.
+
+    Parameters
+    ----------
+    value : Any
+        What `encode` made of it.
+    tensors : sequence
+        The tensors in it, or what is to be in their places.
+    path : Path
+        The file that has it, for messages.
 
     Raises
     ------
@@ -67,14 +85,25 @@ def decode(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         If it is not what `encode` makes.
     """
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [decode(item, tensors, path) for item in value]
     if not isinstance(value, dict):
         return value
     match value:
         case {"tuple": list(items)} if len(value) == 1:
-            return tuple(decode(items, tensors))
+            return tuple(decode(items, tensors, path))
         case {"tensor": int(number)} if len(value) == 1 and 0 <= number < len(tensors):
             return tensors[number]
-        case {"dict": list(items)} if len(value) == 1:
-            return {key: decode(item, tensors) for key, item in items}
-    raise CorruptState(f"the manifest has a value that nobody wrote: {str(value)[:100]}")
+        case {"dict": list(items)} if len(value) == 1 and all(_is_pair(item) for item in items):
+            keys = [decode(key, [], path) for key, _ in items]
+            if all(_is_key(key) for key in keys):
+                return {key: decode(item, tensors, path) for key, (_, item) in zip(keys, items, strict=True)}
+    raise CorruptState(f"the manifest has a value that nobody wrote: {str(value)[:100]}, {here(path)}")
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2
+
+
+def _is_key(key: Any) -> bool:
+    """A tuple is one if all that is in it is."""
+    return all(map(_is_key, key)) if isinstance(key, tuple) else isinstance(key, Hashable)

@@ -88,7 +88,7 @@ class Reader:
         """Of a parameter."""
         return self._first(name).piece.shape
 
-    def scalars(self, name: str) -> dict[str, float] | None:
+    def scalars(self, name: str) -> dict[str, int | float] | None:
         """State of a parameter that is not a vector."""
         source = self._first(name)
         return self.shards[source.rank].records[source.piece.subgroup].scalars

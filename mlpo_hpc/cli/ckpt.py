@@ -38,6 +38,7 @@ Examples:
   mlpo ckpt export $SCRATCH/run/checkpoints model --to safetensors                   16-bit weights
   mlpo ckpt export $SCRATCH/run/checkpoints/global_step1000 model --to safetensors --type fp32
   srun -n8 mlpo ckpt export $SCRATCH/run/checkpoints state.h5 --to hdf5              8 tasks share the work
+  mlpo ckpt export $SCRATCH/run/checkpoints universal/global_step1000 --to universal
 """
 TYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 SHOWN_FAULTS = 20
@@ -185,7 +186,7 @@ def _size(_: click.Context, __: click.Parameter, text: str) -> int:
 @ckpt.command(epilog=EXPORT_EXAMPLES)
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR[/TAG]")
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--to", "form", type=click.Choice(["safetensors", "hdf5"]), required=True, help="Format.")
+@click.option("--to", "form", type=click.Choice(["safetensors", "hdf5", "universal"]), required=True, help="Format.")
 @click.option(
     "--type", "kind", type=click.Choice(list(TYPES)), help="Of safetensors.  [default: that of the model's weights]"
 )
@@ -195,10 +196,11 @@ def export(checkpoint: Path, target: Path, form: str, kind: str | None, max_file
     """Write what is in a checkpoint to TARGET, in a format that others read.
 
     safetensors: a folder that transformers loads; with --type fp32 the master weights, else the 16-bit ones. hdf5: one
-    file of master weights and optimizer state by parameter name. TARGET appears when it is whole; one that exists is
-    left as it is. The tasks of srun or mpirun share the work.
+    file of master weights and optimizer state by parameter name. universal: a folder that stock DeepSpeed loads on any
+    number of ranks. TARGET appears when it is whole; one that exists is left as it is. The tasks of srun or mpirun
+    share the work.
     """
-    if form == "hdf5" and kind not in (None, "fp32"):
+    if form != "safetensors" and kind not in (None, "fp32"):
         raise click.UsageError("state is fp32: --type is for safetensors")
     ranks = _told(_ranks)
     try:
@@ -228,6 +230,7 @@ def _export(
     """Collective over `ranks`."""
     from mlpo_hpc.checkpoint.export_hdf5 import export_hdf5
     from mlpo_hpc.checkpoint.export_safetensors import export_safetensors
+    from mlpo_hpc.checkpoint.export_universal import export_universal
     from mlpo_hpc.checkpoint.read import Reader
     from mlpo_hpc.cli.bar import Bar
     from mlpo_hpc.cluster.crowd import each
@@ -240,6 +243,8 @@ def _export(
             try:
                 if form == "hdf5":
                     nbytes = export_hdf5(reader, target, ranks, bar)
+                elif form == "universal":
+                    nbytes = export_universal(reader, target, ranks, bar)
                 else:
                     nbytes = export_safetensors(reader, target, ranks, bar, kind, max_file_bytes)
             finally:

@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from mlpo_hpc.checkpoint import folder as folders
-from mlpo_hpc.checkpoint.manifest import FrozenEntry
+from mlpo_hpc.checkpoint.manifest import MANIFEST, FrozenEntry
 from mlpo_hpc.checkpoint.plain import decode
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.cluster.verdict import gather, together, world_rank
@@ -129,23 +129,23 @@ class Loading:
     def _restore(self, reader: Reader, with_state: bool, with_scheduler: bool, weights_only: bool) -> Any:
         engine, manifest = self._engine, reader.manifest
         engine.optimizer.checkpoint_event_prologue()
-        tensors = _client_tensors(reader)
+        tensors, manifest_file = _client_tensors(reader), reader.folder / MANIFEST
         training = manifest.training
         if not weights_only:
-            engine.optimizer.load_training(decode(training["optimizer"], tensors), with_state)
+            engine.optimizer.load_training(decode(training["optimizer"], tensors, manifest_file), with_state)
         engine.optimizer.load_records(reader, with_state, weights_only)
         self._restore_frozen(reader)
         if weights_only:
-            return decode(manifest.client, tensors)
+            return decode(manifest.client, tensors, manifest_file)
         for name in ("global_steps", "global_samples", "skipped_steps", "micro_steps"):
             setattr(engine, name, training[name])
         if with_scheduler and engine.lr_scheduler is not None and training["lr_scheduler"] is not None:
-            engine.lr_scheduler.load_state_dict(decode(training["lr_scheduler"], tensors))
+            engine.lr_scheduler.load_state_dict(decode(training["lr_scheduler"], tensors, manifest_file))
         if manifest.world_size == engine.world_size:
             _set_random_state(reader, world_rank())
         else:
             warn("saved on %d ranks: the random generators stay as they are", manifest.world_size)
-        return decode(manifest.client, tensors)
+        return decode(manifest.client, tensors, manifest_file)
 
     def _restore_frozen(self, reader: Reader) -> None:
         saved = {entry.name: entry for entry in reader.manifest.frozen}

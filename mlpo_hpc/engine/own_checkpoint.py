@@ -46,6 +46,8 @@ class OwnCheckpoint:
     _steps: int
     optimizer: torch.optim.Optimizer
     loss_scaler: Any
+    overflow: bool
+    sub_group_to_group_id: Mapping[int, int]
 
     # ---- saving -----------------------------------------------------------------------------
 
@@ -119,7 +121,7 @@ class OwnCheckpoint:
             nbytes=nbytes,
             chunks=(),
             weights=(),
-            scalars=None if scalars is None else {key: float(value) for key, value in scalars.items()},
+            scalars=None if scalars is None else {key: _number(value) for key, value in scalars.items()},
         )
 
     def _can_copy(self, nbytes: int) -> bool:
@@ -137,7 +139,14 @@ class OwnCheckpoint:
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
-        return {"loss_scaler": scaler, "param_groups": groups, "flipped": self._flipped, "steps": self._steps}
+        return {
+            "loss_scaler": scaler,
+            "overflow": bool(self.overflow),
+            "param_groups": groups,
+            "group_of_subgroup": [self.sub_group_to_group_id[i] for i in range(len(self._state.numels))],
+            "flipped": self._flipped,
+            "steps": self._steps,
+        }
 
     # ---- loading ----------------------------------------------------------------------------
 
@@ -240,6 +249,11 @@ class _Source:
                 self._weights
             )
         return torch.from_numpy(self._reader.values(name, vector or MASTER, first, numel))
+
+
+def _number(value: Any) -> int | float:
+    """A scalar of the optimizer: a tensor as a float, so that what is whole was no tensor."""
+    return float(value) if torch.is_tensor(value) else value
 
 
 def _some(pairs: list[tuple[str, Any]]) -> str:

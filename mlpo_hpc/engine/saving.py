@@ -254,6 +254,7 @@ class Saving:
             "global_samples": engine.global_samples,
             "skipped_steps": engine.skipped_steps,
             "micro_steps": engine.micro_steps,
+            "shared_params": engine._get_shared_params(),  # names of tied weights on rank 0, for exports
             "optimizer": encode(engine.optimizer.describe_training(), tensors, "a parameter group of the optimizer"),
             "lr_scheduler": encode(scheduler, tensors, "the state of the learning rate scheduler"),
         }

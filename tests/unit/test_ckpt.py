@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from mlpo_hpc.checkpoint import export_safetensors, verify
 from mlpo_hpc.checkpoint.export_hdf5 import export_hdf5
+from mlpo_hpc.checkpoint.export_universal import export_universal
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.checkpoint.target import share
 from mlpo_hpc.checkpoint.tensors_file import Tensor, read_header
@@ -30,6 +31,9 @@ from mlpo_hpc.cluster.crowd import Alone, run_together
 from mlpo_hpc.errors import StorageError
 from tests.checkpoints import save, usual
 from tests.unit.test_ckpt_read import rewrite, same
+from tests.unit.test_universal import check_universal
+
+FORMS = ["hdf5", "safetensors", "universal"]
 
 
 def mlpo(*arguments) -> tuple[int, str]:
@@ -365,21 +369,25 @@ def test_hdf5_is_the_truth(tmp_path, shapes):
 def _export_together(form, source, target, ranks):
     if form == "hdf5":
         return export_hdf5(Reader(source), target, ranks, lambda *_: None)
+    if form == "universal":
+        return export_universal(Reader(source), target, ranks, lambda *_: None)
     return export_safetensors.export_safetensors(Reader(source), target, ranks, lambda *_: None, None, 8000)
 
 
-@pytest.mark.parametrize("form", ["hdf5", "safetensors"])
+@pytest.mark.parametrize("form", FORMS)
 def test_processes_share_the_work(tmp_path, form):
     saved = save(tmp_path, usual(), "one")
     target = tmp_path / "target"
     run_together(3, partial(_export_together, form, saved.folder, target))
     if form == "hdf5":
         check_hdf5(target, saved)
+    elif form == "universal":
+        check_universal(target, saved)
     else:
         assert {n: bits(t) for n, t in exported(target).items()} == {n: bits(t) for n, t in truth(saved, False).items()}
 
 
-@pytest.mark.parametrize("form", ["hdf5", "safetensors"])
+@pytest.mark.parametrize("form", FORMS)
 def test_what_one_process_finds_wrong_ends_all_and_nothing_is_left(tmp_path, form):
     saved = save(tmp_path, usual(), "one")
     path = files_of(saved, "state")[1]
@@ -407,12 +415,12 @@ def test_each_piece_of_work_is_done_by_one(sizes, num_ranks):
     assert all(sum(sizes[n] for n in mine) <= ideal + max(sizes, default=0) for mine in shares)
 
 
-@pytest.mark.parametrize("form", ["hdf5", "safetensors"])
+@pytest.mark.parametrize("form", FORMS)
 def test_exports_are_private_and_replace_nothing(tmp_path, form):
     save(tmp_path, usual(), "one")
     target = tmp_path / "target"
     assert mlpo("export", tmp_path, target, "--to", form)[0] == 0
-    for path in [target, *(target.iterdir() if target.is_dir() else ())]:
+    for path in [target, *target.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
     for existing in ("target", "dangling", "empty"):
         if existing == "dangling":
@@ -430,7 +438,7 @@ def test_exports_are_private_and_replace_nothing(tmp_path, form):
     assert (tmp_path / "new.partial").exists(), "it is not ours"
 
 
-@pytest.mark.parametrize("form", ["hdf5", "safetensors"])
+@pytest.mark.parametrize("form", FORMS)
 def test_damage_names_file_and_parameter_and_the_older_one_and_leaves_nothing(tmp_path, form):
     save(tmp_path, usual(step=1), "one")
     saved = save(tmp_path, usual(step=2), "two")
@@ -445,18 +453,19 @@ def test_damage_names_file_and_parameter_and_the_older_one_and_leaves_nothing(tm
     assert names(tmp_path) == ["latest", "one", "two"]
 
 
-def test_a_damaged_frozen_parameter_is_not_exported(tmp_path):
+@pytest.mark.parametrize("form", ["safetensors", "universal"])
+def test_a_damaged_frozen_parameter_is_not_exported(tmp_path, form):
     saved = save(tmp_path, usual(), "one")
     path = files_of(saved, "tensors")[1]
     flip(path, path.stat().st_size - 1)
-    code, text = mlpo("export", tmp_path, tmp_path / "target", "--to", "safetensors")
+    code, text = mlpo("export", tmp_path, tmp_path / "target", "--to", form)
     assert code == 1
     assert path.name in text
     assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("form", ["hdf5", "safetensors"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_full_or_failing_file_system_leaves_nothing(tmp_path, monkeypatch, form, number):
     save(tmp_path, usual(), "one")
 
@@ -471,7 +480,7 @@ def test_a_full_or_failing_file_system_leaves_nothing(tmp_path, monkeypatch, for
     assert names(tmp_path) == ["latest", "one"]
 
 
-@pytest.mark.parametrize("form", ["hdf5", "safetensors"])
+@pytest.mark.parametrize("form", FORMS)
 def test_an_export_that_is_ended_leaves_nothing(tmp_path, monkeypatch, form):
     save(tmp_path, usual(), "one")
     real, reads = Reader._read, []
@@ -483,7 +492,8 @@ def test_an_export_that_is_ended_leaves_nothing(tmp_path, monkeypatch, form):
         return real(self, source, *arguments)
 
     monkeypatch.setattr(Reader, "_read", ended)
-    assert mlpo("export", tmp_path, tmp_path / "target", "--to", form, "--type", "fp32")[0] == 1
+    kind = [] if form == "universal" else ["--type", "fp32"]
+    assert mlpo("export", tmp_path, tmp_path / "target", "--to", form, *kind)[0] == 1
     assert len(reads) == 3
     assert names(tmp_path) == ["latest", "one"]
 
@@ -492,6 +502,7 @@ def test_wrong_usage(tmp_path):
     save(tmp_path, usual(), "one")
     for arguments in (
         ["--to", "hdf5", "--type", "bf16"],
+        ["--to", "universal", "--type", "bf16"],
         ["--to", "safetensors", "--max-file-bytes", "much"],
         ["--to", "pickle"],
         [],
@@ -539,10 +550,11 @@ def test_the_commands_of_the_docs_and_the_help_do_what_they_say(tmp_path, monkey
     commands = [
         words[2:] for words in commands if words[:2] == ["mlpo", "ckpt"] and words[2] in ("list", "verify", "export")
     ]
-    assert len(commands) >= 13
+    assert len(commands) >= 15
     for words in commands:
-        for path in (tmp_path / "model", tmp_path / "state.h5"):
+        for path in (tmp_path / "model", tmp_path / "universal", tmp_path / "state.h5"):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        (tmp_path / "universal").mkdir()
         code, text = mlpo(*map(os.path.expandvars, words))
         assert code == 0, (words, text)
 
