@@ -16,7 +16,10 @@ ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = [*sorted((ROOT / "slurm").glob("*.sbatch")), ROOT / ".ci/run", ROOT / ".ci/setup", ROOT / ".ci/mpirun"]
 TEXTS = [
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("architecture", "modules", "doctor", "requeue", "checkpoints")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("architecture", "modules", "doctor", "requeue", "checkpoints", "slurm")
+    ),
 ]
 
 
