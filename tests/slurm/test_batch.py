@@ -9,17 +9,20 @@ import pytest
 from tests import modulesystems
 from tests.centre import NEW, make_centre
 from tests.ranks import ROOT
-from tests.slurm.test_requeue import ENDS_S, STEPS, facts, losses, read, wait_for, wait_for_end
+from tests.slurm.test_requeue import ENDS_S, STEPS, losses, read, restart_soon, wait_for, wait_for_end
 from tests.slurm.test_slurm import ENVIRONMENTS, TINY, python
 
 DIES = """
-import os, signal
+import os, signal, time
 from mlpo_hpc.storage.folder import private_folder
-with private_folder(os.environ["MLPO_NVME"]) as nvme, private_folder(os.environ["PFS"]) as pfs:
-    print("made", os.listdir(os.environ["MLPO_NVME"]), flush=True)
+nvme, pfs = os.environ["MLPO_NVME"], os.environ["MLPO_PFS"] + "/" + os.environ["SLURM_JOB_ID"]
+with private_folder(nvme), private_folder(pfs):
+    deadline = time.monotonic() + 60  # the end of the first one is the end of the other
+    while len(os.listdir(pfs)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-BENCH = "--systems paper,ours --quick --iterations 1 --blocks 4 --hidden 256 --sub-group-size 2e5 --host-memory 16MB"
+BENCH = "--systems paper,ours --quick --iterations 1 --blocks 4 --hidden 256 --sub-group-size 2e5 --host-memory 32MB"
 
 
 def submit(bed, folder, script, *options, **environ):
@@ -56,9 +59,7 @@ def test_many_nodes_start_from_an_environment_on_their_own_disks(bed, tmp_path):
 
 def test_python_runs_from_the_copy(bed, tmp_path):
     (tmp_path / "examples").mkdir()
-    (tmp_path / "examples/pretrain_gpt.py").write_text(
-        "import sys, os; print(sys.prefix, sorted(os.sched_getaffinity(0)))"
-    )
+    (tmp_path / "examples/pretrain_gpt.py").write_text("import sys; print(sys.prefix)")
     done, log = submit(bed, tmp_path, "single_node.sbatch", "-c2", MLPO_STAGE_VENV="1")
     assert done.returncode == 0, log
     assert f"{bed.scratch}/mlpo_hpc-venv-" in log
@@ -68,12 +69,10 @@ def test_python_runs_from_the_copy(bed, tmp_path):
 def test_what_a_killed_rank_leaves_on_each_node_is_removed(bed, tmp_path):
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples/pretrain_gpt.py").write_text(DIES)
-    done, log = submit(bed, tmp_path, "multi_node.sbatch", PFS=str(bed.shared))
+    done, log = submit(bed, tmp_path, "multi_node.sbatch")
     assert done.returncode != 0
-    assert log.count("made ['.mlpo_hpc-n") == 2, log
-    assert log.count("removed") >= 2, log
-    done = bed.run("srun", "-N2", "-n2", "--mpi=none", "ls", "-A", str(bed.scratch))
-    assert done.stdout.split() == ["lost+found", "lost+found"]
+    assert log.count("removed   ") == 4, "one on each disk, two on the shared one: " + log
+    check_nothing_is_left(bed)
 
 
 def test_the_benchmark_measures_on_one_node(bed, tmp_path):
@@ -115,8 +114,7 @@ def test_with_the_module_a_job_trains_is_requeued_and_leaves_nothing(system, sit
 
     wait_for("the second step", lambda: "step 2/" in read(log), log)
     bed.run("scancel", "--batch", "--signal=USR1", job)
-    wait_for("the requeued job", lambda: facts(bed, job)["JobState"] == "PENDING", log)
-    bed.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    restart_soon(bed, job, log)
     found = wait_for_end(bed, job, log)
     assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1"), read(log)[-6000:]
     parts = [len(losses(tmp_path / f"runs/{job}/{restart}")) for restart in (0, 1)]
