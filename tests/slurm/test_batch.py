@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -43,6 +44,17 @@ def check_nothing_is_left(bed):
     done = bed.run("srun", "-N2", "-n2", "--mpi=none", "ls", "-A", str(bed.scratch), str(bed.shared))
     assert done.returncode == 0, done.stderr
     assert {line for line in done.stdout.split("\n") if line and not line.endswith(":")} == {"lost+found"}
+
+
+def test_from_a_checkout_with_an_environment_nothing_must_be_set(bed, tmp_path):
+    for name, target in {"examples": ROOT / "examples", "slurm": ROOT / "slurm", ".venv": sys.prefix}.items():
+        (tmp_path / name).symlink_to(target)
+    where = {"MLPO_ARGS": " ".join(TINY), "MLPO_HPC_HOST_MEMORY": "16MB", "PYTHONPATH": str(ROOT)}
+    done = bed.run("sbatch", "-N2", "--wait", "--output=log", "slurm/pretrain.sbatch", cwd=tmp_path, **where)
+    log = read(tmp_path / "log")
+    assert done.returncode == 0, done.stderr + log[-6000:]
+    assert "on 2 ranks" in log
+    assert [path.name.split("-")[0] for path in (tmp_path / "mlpo").iterdir()] == ["checkpoint"]
 
 
 def test_many_nodes_start_from_an_environment_on_their_own_disks(bed, tmp_path):
