@@ -12,6 +12,7 @@ from mlpo_hpc.cli.doctor import doctor
 from mlpo_hpc.cli.plan import plan
 from mlpo_hpc.cli.probe import probe
 from mlpo_hpc.cli.report import report
+from mlpo_hpc.cli.sbatch import sbatch
 from mlpo_hpc.cli.stripe import stripe
 
 
@@ -28,4 +29,5 @@ main.add_command(clean)
 main.add_command(doctor)
 main.add_command(probe)
 main.add_command(report)
+main.add_command(sbatch)
 main.add_command(stripe)

@@ -1,7 +1,7 @@
 """Universal checkpoints on one rank: ``python -m tests.integration.universal save|load ARGUMENTS``, in JSON.
 
-``save`` trains each case by stock DeepSpeed and by us, and saves ``FOLDER/NAME/stock/one`` and ``.../ours/one``; ``load``
-lets stock DeepSpeed load the universal checkpoint ``FOLDER/NAME/ours/one_universal``.
+``save`` trains each case by stock DeepSpeed and by us, and saves ``FOLDER/NAME/stock/one`` and ``.../ours/one``;
+``load`` lets stock DeepSpeed load the universal checkpoint ``FOLDER/NAME/ours/one_universal``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ FLOORS = [
     {"storage", "tokens"},
     {"state"},
     {"checkpoint"},
-    {"engine", "planner"},
+    {"engine", "planner", "batch"},
     {"cli", "bench", "doctor", "report"},
 ]
 HEAVY = {"torch", "deepspeed", "mpi4py", "h5py"}

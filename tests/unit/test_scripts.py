@@ -13,12 +13,12 @@ from mlpo_hpc import REQUEUE_EXIT_CODE
 from mlpo_hpc.config import OffloadConfig, Tier
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPTS = [ROOT / "slurm/pretrain.sbatch", ROOT / ".ci/run", ROOT / ".ci/setup", ROOT / ".ci/mpirun"]
+SCRIPTS = [*sorted((ROOT / "slurm").glob("*.sbatch")), ROOT / ".ci/run", ROOT / ".ci/setup", ROOT / ".ci/mpirun"]
 TEXTS = [
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("architecture", "modules", "doctor", "requeue", "checkpoints", "report", "trainers")
+        for name in ("architecture", "modules", "doctor", "requeue", "checkpoints", "report", "trainers", "slurm")
     ),
 ]
 
