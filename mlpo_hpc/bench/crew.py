@@ -165,8 +165,12 @@ class Team:
 
     def turn(self, settling: int, counted: int, accumulation: int) -> list[dict[str, Any]]:
         """Let it work; what each rank answers."""
+        return self.order({"settling": settling, "counted": counted, "accumulation": accumulation})
+
+    def order(self, what: dict[str, Any]) -> list[dict[str, Any]]:
+        """Give an order to all; what each rank answers."""
         for worker in self._workers:
-            worker.send({"settling": settling, "counted": counted, "accumulation": accumulation})
+            worker.send(what)
         return self.hear(TURN_S)
 
 

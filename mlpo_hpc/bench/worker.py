@@ -18,6 +18,10 @@ from mlpo_hpc.bench.conditions import WIDENING
 from mlpo_hpc.config import SECTION
 
 NUM_BATCHES = 8
+SETTLING = 3
+PLAIN = 3
+"""Iterations without a checkpoint before each one."""
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 PHASES = ("forward", "backward", "update")
 REPORTED = ("state_bytes", "found_bytes", "reusable_bytes", "host_bytes", "cache_hits", "cache_misses")
 
@@ -32,7 +36,8 @@ def main() -> None:
     with sock, sock.makefile("r") as orders, sock.makefile("w") as answers:
         _answer(answers, {"ready": rank.facts()})
         for line in orders:
-            _answer(answers, rank.turn(**json.loads(line)))
+            order = json.loads(line)
+            _answer(answers, rank.save_turn(**order) if "checkpoints" in order else rank.turn(**order))
     rank.close()
 
 
@@ -99,6 +104,61 @@ class Rank:
         if not self._spec["stock"]:
             engine.optimizer.offload_flush()
         return {"samples": [sample for sample, _ in done], "timeline": self._timeline(done[-1][1]) if done else {}}
+
+    def save_turn(self, checkpoints: str, accumulation: int, saves: int) -> dict[str, Any]:
+        """Train, save in the background again and again, then load; see `mlpo_hpc.bench.checkpoints.Case`.
+
+        Parameters
+        ----------
+        checkpoints : str
+            Folder for them.
+        accumulation : int
+            Micro-batches of an iteration.
+        saves : int
+            How many.
+        """
+        import deepspeed
+
+        from mlpo_hpc.checkpoint.rotation import remove
+
+        engine, first = self._engine, deepspeed.comm.get_rank() == 0
+        engine.set_train_batch_size(self._spec["rows"] * accumulation * deepspeed.comm.get_world_size())
+        for _ in range(SETTLING):
+            self._timed(accumulation)
+        plain, saved, committed_s = [], [], []
+        for number in range(saves):
+            plain += [self._timed(accumulation) for _ in range(PLAIN)]
+            begin, iterations = time.perf_counter(), [self._timed(accumulation, (checkpoints, f"save{number}"))]
+            while not _everywhere(engine.checkpoint_committed()):
+                iterations.append(self._timed(accumulation))
+            committed_s.append(time.perf_counter() - begin)
+            saved.append(iterations)
+            self._timed(accumulation)  # what it left behind is not the next one's
+            if first and number < saves - 1:
+                remove(Path(checkpoints, f"save{number}"))
+        space_bytes = sum(512 * file.stat().st_blocks for file in Path(checkpoints, f"save{saves - 1}").iterdir())
+        engine.optimizer.offload_flush()
+        os.sync()
+        _drop_caches(first)
+        begin = time.perf_counter()
+        engine.load_checkpoint(checkpoints)
+        load_s = time.perf_counter() - begin
+        return {
+            "plain": plain,
+            "saves": saved,
+            "committed_s": committed_s,
+            "checkpoint_bytes": space_bytes,
+            "load_s": load_s,
+        }
+
+    def _timed(self, accumulation: int, save: tuple[str, str] | None = None) -> dict[str, float]:
+        """Seconds of an iteration and its phases, with a checkpoint before it."""
+        begin = time.perf_counter()
+        if save is not None:
+            self._engine.save_checkpoint(save[0], tag=save[1])
+        save_s = time.perf_counter() - begin
+        sample, _ = self._iterate(accumulation)
+        return {"save_s": save_s, **{name: sample[name] for name in (*(f"{p}_s" for p in PHASES), "iteration_s")}}
 
     def _iterate(self, accumulation: int) -> tuple[dict[str, Any], list[tuple[str, float, float]]]:
         """One optimizer step: its figures, and its phases with begin and end."""
@@ -227,6 +287,22 @@ def _make_batches(spec: Spec, device: Any) -> list[Any]:
     shape = (spec["rows"], spec["hidden"])
     batches = [torch.randn(shape, generator=generator) for _ in range(NUM_BATCHES)]
     return [batch.to(device, torch.bfloat16) for batch in batches]
+
+
+def _everywhere(value: bool) -> bool:
+    """Collective over the system's ranks: they go on together."""
+    from mlpo_hpc.cluster.verdict import gather
+
+    return all(gather(value))
+
+
+def _drop_caches(first: bool) -> None:
+    """As far as that is allowed: what was written is not read from memory."""
+    import deepspeed
+
+    if first and os.access(DROP_CACHES, os.W_OK):
+        DROP_CACHES.write_text("1")
+    deepspeed.comm.barrier()
 
 
 def _moved_bytes() -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlpo_hpc.cli.bench_checkpoint import checkpoint
 from mlpo_hpc.errors import MlpoError
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ Examples:
   mlpo bench --testbed nvme=200,pfs=100 --quick     as root: two disks of 200 and 100 MB/s each way
   mlpo bench nvme=/local/scratch pfs=$SCRATCH/run --host-memory 8GB --hidden 4096 --sub-group-size 7e7
   mlpo bench /local/a /local/b --systems paper,ours --json result.json
+  mlpo bench checkpoint --help                      what a checkpoint beside training costs
 """
+USUAL = "training"
 DISK_SLACK = 1.1
 DISK_SLACK_BYTES = 100_000_000
 """Of a disk, for its file system and its journal."""
@@ -72,7 +75,21 @@ def _counts(_: click.Context, __: click.Parameter, text: str | None) -> tuple[in
     return tuple(sorted({int(number) for number in numbers})) or None
 
 
-@click.command(epilog=EXAMPLES)
+class _WithUsual(click.Group):
+    """A group whose usual command needs no name."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in self.commands:
+            args = [USUAL, *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_WithUsual)
+def bench() -> None:
+    """Measure this library beside stock DeepSpeed, or its checkpoints, on the same storage."""
+
+
+@bench.command(USUAL, epilog=EXAMPLES)
 @click.argument("directories", nargs=-1, metavar="[NAME=]DIR ...")
 @click.option(
     "--testbed", callback=read_caps, metavar="NAME=MB/S,...", help="Make disks with this speed instead (root)."
@@ -98,7 +115,7 @@ def _counts(_: click.Context, __: click.Parameter, text: str | None) -> tuple[in
 @click.option("--compile-timeout", type=click.FloatRange(1), default=1800, show_default=True, help="Seconds.")
 @click.option("--json", "json_file", metavar="FILE", help="Write all samples there; '-': to stdout, without tables.")
 @click.option("--picture", type=click.Path(file_okay=False), help="Write bench.png and timeline.png into this folder.")
-def bench(
+def training(
     directories: tuple[str, ...],
     testbed: dict[str, int] | None,
     no_tiers: bool,
@@ -118,7 +135,7 @@ def bench(
     chosen = systems or _usual_systems(quick, no_tiers)
     if no_tiers and (misfits := [name for name in chosen if name not in ("cpu", "ours")]):
         raise click.UsageError(f"{', '.join(misfits)} need a tier")
-    _look_at_outputs(json_file)
+    look_at_outputs(json_file)
     conditions = _conditions(read_tiers(directories, testbed), quick, **wishes)
     try:
         with undone_on_signals():
@@ -128,7 +145,7 @@ def bench(
     _tell(outcome, json_file, picture)
 
 
-def _look_at_outputs(json_file: str | None) -> None:
+def look_at_outputs(json_file: str | None) -> None:
     """What cannot be written is said before the measurement, not after it."""
     if json_file not in (None, "-"):
         folder = Path(str(json_file)).absolute().parent
@@ -170,12 +187,12 @@ def _conditions(
         host_memory_bytes=host_memory or (USUAL_HOST_BYTES if tiers else None),
         sub_group_size=int(sub_group_size),
         accumulations=accumulations or ((1,) if quick else (1, 8)),
-        facts=_facts(),
+        facts=facts(),
         **sizes,
     )
 
 
-def _facts() -> dict[str, Any]:
+def facts() -> dict[str, Any]:
     """Of this machine."""
     import platform
     from importlib.metadata import version
@@ -197,12 +214,12 @@ def _measure(
     from mlpo_hpc.bench.session import Session, check
 
     check(conditions, systems)
-    with Display() as display, _laid_out(conditions, systems, caps) as complete:
+    with Display() as display, laid_out(conditions, systems, caps) as complete:
         return Session(complete, systems, compile_timeout_s, display).run()
 
 
 @contextmanager
-def _laid_out(conditions: Conditions, systems: tuple[str, ...], caps: dict[str, int] | None) -> Iterator[Conditions]:
+def laid_out(conditions: Conditions, systems: tuple[str, ...], caps: dict[str, int] | None) -> Iterator[Conditions]:
     """With a directory for each tier."""
     from mlpo_hpc.bench.room import tier_bytes
     from mlpo_hpc.bench.testbed import capped_disks
@@ -259,3 +276,6 @@ def _tell(outcome: Outcome, json_file: str | None, picture: str | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         draw_bench(outcome, folder / "bench.png")
         draw_timeline(outcome, folder / "timeline.png")
+
+
+bench.add_command(checkpoint)

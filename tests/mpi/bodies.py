@@ -189,24 +189,22 @@ def test_a_waiter_hardly_uses_its_core(world: MPI.Intracomm) -> None:
 
 
 def test_background_traffic_gives_way(world: MPI.Intracomm) -> None:
-    """The last rank's traffic may wait: nobody waits for more than one chunk of it."""
-    from mlpo_hpc.tokens.base import BackgroundTurn
+    """The last rank's traffic can wait: it moves when nobody else has the token or wants it, and comes to an end."""
+    from mlpo_hpc.storage.pace import Pace
+    from mlpo_hpc.storage.tier import StorageTier
+    from tests.containers import MemoryContainer
 
     token, counters, free = window_tokens(world)
-    turn = BackgroundTurn(token, timeout_s=60)
+    tier = StorageTier("t", MemoryContainer(4, 4096, 0.0, seed=0), (token, token))
+    pace = Pace([tier.writes])
     last = world.size - 1
     for _ in range(100):
-        if world.rank == last:
-            turn.enter()
+        with pace.moving() if world.rank == last else token:
             assert counters.add(free, 1) == 0, "alone inside"
             counters.add(free, -1)
-            turn.leave()
-        else:
-            with token:
-                assert counters.add(free, 1) == 0, "alone inside"
-                counters.add(free, -1)
     world.Barrier()
     assert counters.load(0) == counters.load(1) == 100 * world.size
+    tier.close()
     counters.free()
 
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlpo_hpc.errors import MlpoError, StorageTimeout
 from mlpo_hpc.tokens import ticket
-from mlpo_hpc.tokens.base import BackgroundTurn, FreeToken, Turn
+from mlpo_hpc.tokens.base import FreeToken, Turn
 from mlpo_hpc.tokens.flock import FlockToken
 from mlpo_hpc.tokens.local import LocalToken, local_token
 from mlpo_hpc.tokens.process import Process, start_ticks
@@ -190,56 +190,6 @@ def test_with_flock_the_next_waiter_goes_on_when_the_holder_is_killed(tmp_path):
     process.stdout.close()
     mine.release()
     mine.free()
-
-
-@pytest.mark.parametrize("kind", ["local", "ticket", "flock"])
-def test_background_traffic_waits_until_nobody_wants_the_token_and_gives_it_back_after_each_chunk(kind, tmp_path):
-    if kind == "local":
-        tokens = [LocalToken("x")] * 3
-    elif kind == "flock":
-        tokens = flock_tokens(tmp_path, 1, 3)
-    else:
-        counters, here = PlainCounters(5), [Process.this(rank, "here") for rank in range(3)]
-        tokens = [TicketToken("x", counters, 0, 1, rank, here) for rank in range(3)]
-    order = []
-    turn = BackgroundTurn(tokens[2], timeout_s=30)
-
-    def background():
-        for _ in range(2):
-            turn.enter()
-            order.append("background")
-            turn.leave()
-
-    def foreground():
-        tokens[1].acquire()
-        order.append("foreground")
-        tokens[1].release()
-
-    tokens[0].acquire()
-    first, second = threading.Thread(target=background), threading.Thread(target=foreground)
-    first.start()
-    time.sleep(0.05)
-    second.start()  # comes later, and wants it before
-    while not tokens[0].wanted():
-        time.sleep(0.001)
-    assert order == []
-    tokens[0].release()
-    for thread in (first, second):
-        thread.join(30)
-    assert order[0] == "foreground", "who came later goes first"
-    assert order.count("background") == 2
-    assert not tokens[0].locked()
-    for token in tokens:
-        token.free()
-
-
-def test_background_traffic_does_not_wait_for_ever():
-    token = LocalToken("x")
-    token.acquire()
-    turn = BackgroundTurn(token, timeout_s=0.05)
-    for _ in range(2):
-        with pytest.raises(StorageTimeout, match="background traffic got no turn"):
-            turn.enter()
 
 
 class PlainCounters(Counters):

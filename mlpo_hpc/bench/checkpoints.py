@@ -1,0 +1,139 @@
+"""What a checkpoint in the background costs training, how soon it is committed, how large it is, how fast it loads.
+
+Two cases of the same training: all tiers *shared*, the checkpoint beside the first one; and the first tier
+*node-local*, the checkpoint beside the last one, so that all that lies on the first must be copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlpo_hpc.bench.conditions import STATE_ITEM_BYTES, BenchTier, Conditions
+from mlpo_hpc.bench.crew import team
+from mlpo_hpc.bench.progress import Display
+from mlpo_hpc.bench.rates import measure_tier
+from mlpo_hpc.bench.systems import ds_config
+from mlpo_hpc.config import SECTION
+from mlpo_hpc.storage.folder import private_folder
+
+CASES = {
+    "shared": "all tiers shared, checkpoint beside the first tier",
+    "node_local": "first tier node-local, checkpoint beside the last tier",
+}
+PHASES = ("save_s", "forward_s", "backward_s", "update_s")
+START_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What was measured of one case.
+
+    Parameters
+    ----------
+    plain : list of dict
+        Iterations in which nothing was saved; seconds of each phase.
+    saves : list of list of dict
+        For each checkpoint the iterations from its save to its commit, the commit's included.
+    committed_s : list of float
+        From each call of `save_checkpoint` to its commit, as training saw it.
+    checkpoint_bytes : int
+        Space of the last checkpoint.
+    load_s : float
+        Of `load_checkpoint` alone.
+    load_floor_s : float
+        To read the checkpoint once at the rate of its storage.
+    """
+
+    plain: list[dict[str, float]]
+    saves: list[list[dict[str, float]]]
+    committed_s: list[float]
+    checkpoint_bytes: int
+    load_s: float
+    load_floor_s: float
+
+
+def measure(
+    conditions: Conditions, cases: list[str], accumulation: int, saves: int, display: Display
+) -> dict[str, Case]:
+    """Measure some cases, one after the other; nothing is left behind.
+
+    Raises
+    ------
+    MlpoError
+        If training fails.
+    """
+    tiers = tuple(measure_tier(tier) for tier in conditions.tiers)
+    for tier in tiers:
+        display.say(f"tier {tier.name}: {tier.read_bps / 1e6:,.0f} MB/s read, {tier.write_bps / 1e6:,.0f} written")
+    found = {}
+    for case in cases:
+        display.say(f"{case}: {CASES[case]}; {saves} checkpoints")
+        found[case] = _measure(case, dataclasses.replace(conditions, tiers=tiers), accumulation, saves)
+    return found
+
+
+def _measure(case: str, conditions: Conditions, accumulation: int, saves: int) -> Case:
+    with _folders(conditions.tiers) as (tiers, logs):
+        beside = tiers[0] if case == "shared" else tiers[-1]
+        config = ds_config("ours", conditions, tiers, None)
+        kinds = ["shared" if case == "shared" or tier is not tiers[0] else "node_local" for tier in tiers]
+        for entry, kind in zip(config[SECTION]["tiers"], kinds, strict=True):
+            entry["kind"] = kind
+        config[SECTION]["checkpoint"] = {"commit": "background"}
+        model = {"blocks": conditions.blocks, "hidden": conditions.hidden, "rows": conditions.rows}
+        spec = {"stock": False, "ds_config": config, "tier": None, **model, "seed": conditions.seed}
+        with team(case, spec, conditions.ranks, logs) as workers:
+            workers.hear(START_S)
+            folder = str(Path(beside.dir).parent / "checkpoints")
+            answer = workers.order({"checkpoints": folder, "accumulation": accumulation, "saves": saves})[0]
+    floor_s = STATE_ITEM_BYTES * conditions.numel / beside.read_bps
+    return Case(**answer, load_floor_s=floor_s)
+
+
+@contextmanager
+def _folders(tiers: tuple[BenchTier, ...]) -> Iterator[tuple[tuple[BenchTier, ...], Path]]:
+    """A folder for state on each tier, beside which checkpoints may lie; and one for logs."""
+    with ExitStack() as folders:
+        logs = Path(folders.enter_context(private_folder(tempfile.gettempdir())))
+        made = []
+        for tier in tiers:
+            state = Path(folders.enter_context(private_folder(tier.dir))) / "state"
+            state.mkdir()
+            made.append(dataclasses.replace(tier, dir=str(state)))
+        yield tuple(made), logs
+
+
+def figures(case: Case, conditions: Conditions) -> dict[str, Any]:
+    """What follows from a case: stalls in parts of an iteration without a checkpoint."""
+    usual = {phase: statistics.median(plain[phase] for plain in case.plain) for phase in PHASES}
+    iteration_s = statistics.median(_total(plain) for plain in case.plain)
+    stalls = [sum(_total(each) - iteration_s for each in save) / iteration_s for save in case.saves]
+    parts = {
+        phase: statistics.median(sum(each[phase] - usual[phase] for each in save) / iteration_s for save in case.saves)
+        for phase in PHASES
+    }
+    bytes_per_parameter = case.checkpoint_bytes / conditions.numel
+    return {
+        "iteration_s": iteration_s,
+        "stall": _spread(stalls),
+        "stall_by_phase": parts,
+        "committed_within_iterations": _spread([float(len(save)) for save in case.saves]),
+        "committed_s": _spread(case.committed_s),
+        "bytes_per_parameter": bytes_per_parameter,
+        "load_s": case.load_s,
+        "load_vs_floor": case.load_s / case.load_floor_s,
+    }
+
+
+def _total(iteration: dict[str, float]) -> float:
+    return iteration["save_s"] + iteration["iteration_s"]
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
