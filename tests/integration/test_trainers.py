@@ -1,6 +1,7 @@
 """Under transformers.Trainer, accelerate and Lightning: the examples, checkpoints, what is caught, and exactness.
 
-All cases run in one launch on two ranks; those of a package that is not installed are left out.
+All cases run in one launch on two ranks; those of a package that is not installed, and `WHOLE` without `--all`, are left
+out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ SCENARIOS = {
     "documented_lightning": "lightning",
 }
 
+WHOLE = {"lightning_fit"}
+
 
 def missing(scenario):
     """The packages that a scenario lacks here."""
@@ -32,12 +35,13 @@ def missing(scenario):
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory):
+def launch(tmp_path_factory, request):
     """What all scenarios found on each rank."""
     folder = tmp_path_factory.mktemp("trainers")
     for name in ("nvme", "pfs"):
         (folder / name).mkdir()
-    names = [name for name in SCENARIOS if not missing(name)]
+    left_out = set() if request.config.getoption("--all") else WHOLE
+    names = [name for name in SCENARIOS if not missing(name) and name not in left_out]
     command = ["-m", "tests.integration.trainers", str(folder / "out"), str(folder), *names]
     outcomes = run_ranks(2, command, timeout_s=200, env={"HF_HUB_OFFLINE": "1"})
     for rank, outcome in enumerate(outcomes):
@@ -54,7 +58,8 @@ def found(launch, request):
 
 def scenario(name):
     reason = f"not installed: {', '.join(missing(name))} (pip install 'mlpo-hpc[trainers]')"
-    parameters = [pytest.param(name, marks=pytest.mark.skipif(bool(missing(name)), reason=reason))]
+    marks = [pytest.mark.skipif(bool(missing(name)), reason=reason)] + [pytest.mark.whole] * (name in WHOLE)
+    parameters = [pytest.param(name, marks=marks)]
     return pytest.mark.parametrize("found", parameters, indirect=True)
 
 
