@@ -35,7 +35,7 @@ DISK_SLACK_BYTES = 100_000_000
 """Of a disk, for its file system and its journal."""
 
 
-def _size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+def read_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
     """Bytes."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -110,7 +110,7 @@ def bench() -> None:
 @click.option("--hidden", type=click.IntRange(8), default=1024, show_default=True, help="Width of the model.")
 @click.option("--rows", type=click.IntRange(1), default=4, show_default=True, help="Rows of a micro-batch.")
 @click.option("--sub-group-size", type=click.FloatRange(1), default=4e6, show_default=True, help="Parameters.")
-@click.option("--host-memory", callback=_size, metavar="BYTES", help="Of the node, for each system.  [default: 268MB]")
+@click.option("--host-memory", callback=read_size, metavar="BYTES", help="Of the node, each system.  [default: 268MB]")
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of each system.")
 @click.option("--compile-timeout", type=click.FloatRange(1), default=1800, show_default=True, help="Seconds.")
 @click.option("--json", "json_file", metavar="FILE", help="Write all samples there; '-': to stdout, without tables.")

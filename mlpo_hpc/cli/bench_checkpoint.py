@@ -27,6 +27,12 @@ def _caps(context: click.Context, parameter: click.Parameter, text: str | None) 
     return read_caps(context, parameter, text)
 
 
+def _size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    from mlpo_hpc.cli.bench import read_size
+
+    return read_size(context, parameter, text)
+
+
 @click.command(epilog=EXAMPLES)
 @click.argument("directories", nargs=-1, metavar="[NAME=]DIR ...")
 @click.option("--testbed", callback=_caps, metavar="NAME=MB/S,...", help="Make disks with this speed instead (root).")
@@ -37,6 +43,7 @@ def _caps(context: click.Context, parameter: click.Parameter, text: str | None) 
 @click.option("--hidden", type=click.IntRange(8), default=1024, show_default=True, help="Width of the model.")
 @click.option("--rows", type=click.IntRange(1), default=4, show_default=True, help="Rows of a micro-batch.")
 @click.option("--sub-group-size", type=click.FloatRange(1), default=4e6, show_default=True, help="Parameters.")
+@click.option("--host-memory", callback=_size, metavar="BYTES", help="Of the node.  [default: 268MB]")
 @click.option("--json", "json_file", metavar="FILE", help="Write all samples there; '-': to stdout, without a table.")
 def checkpoint(
     directories: tuple[str, ...],
@@ -56,10 +63,12 @@ def checkpoint(
     if bool(directories) == bool(testbed):
         raise click.UsageError("give either directories, or --testbed")
     look_at_outputs(json_file)
-    from mlpo_hpc.bench.conditions import Conditions
+    from mlpo_hpc.bench.conditions import USUAL_HOST_BYTES, Conditions
 
+    host_memory_bytes = sizes.pop("host_memory") or USUAL_HOST_BYTES
     sizes["sub_group_size"] = int(sizes["sub_group_size"])
-    conditions = Conditions(read_tiers(directories, testbed), facts=facts(), **sizes)
+    tiers = read_tiers(directories, testbed)
+    conditions = Conditions(tiers, host_memory_bytes=host_memory_bytes, facts=facts(), **sizes)
     try:
         with undone_on_signals():
             found = _measure(conditions, testbed, list(cases) or ["shared", "node_local"], ga, saves)

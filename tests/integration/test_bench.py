@@ -46,6 +46,24 @@ def disks(tmp_path):
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
 
 
+@pytest.mark.parametrize("case", ["node_local", pytest.param("shared", marks=pytest.mark.whole)])
+def test_checkpoints_beside_training_are_measured_and_nothing_is_left(case, tiers, tmp_path):
+    small = ["--blocks", "4", "--hidden", "64", "--sub-group-size", "1e4", "--host-memory", "1MB", "--saves", "2"]
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "mlpo_hpc", "bench", "checkpoint", *tiers, *small, "--ga", "1"]
+    command += ["--case", case, "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "in units of reading it once" in done.stdout
+    found = json.loads(out.read_text())
+    (figures,) = found["cases"].values()
+    assert figures["committed_within_iterations"]["min"] >= 1
+    assert 12 <= figures["bytes_per_parameter"] < 16, "small files have whole blocks"
+    assert figures["load_s"] > 0
+    assert len(found["samples"][case]["saves"]) == 2
+    assert [list((tmp_path / name).iterdir()) for name in ("a", "b")] == [[], []]
+
+
 def test_two_systems_take_turns_on_two_tiers(tiers, tmp_path):
     args = ["--systems", "paper,ours", "--host-memory", "1MB", "--picture", str(tmp_path / "pictures")]
     done, found = bench(tmp_path, *tiers, *args)

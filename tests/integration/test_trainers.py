@@ -1,7 +1,7 @@
 """Under transformers.Trainer, accelerate and Lightning: the examples, checkpoints, what is caught, and exactness.
 
-All cases run in one launch on two ranks; those of a package that is not installed, and `WHOLE` without `--all`, are left
-out.
+All cases run in one launch on two ranks; those of a package that is not installed, and `WHOLE` without `--all`, are
+left out.
 """
 
 from __future__ import annotations
