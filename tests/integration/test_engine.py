@@ -198,6 +198,38 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, dirs):
         assert rank["whole"], "nothing that a committed manifest names is taken away"
 
 
+def test_a_checkpoint_that_fails_beside_training_does_not_end_it(tmp_path, dirs):
+    args = {"dirs": dirs, "section": BACKGROUND, "checkpoint": str(tmp_path / "ckpt")}
+    for found in run("failing_in_background", 2, tmp_path, **args):
+        assert len(found["losses"]) == 2
+        assert "ENOSPC" in found["error"]
+        assert found["one"]
+        assert found["three"]
+        assert set(found["files"]) >= {"latest", "one"}
+        assert "two" not in found["files"], "nothing is left of it when the next one begins"
+        assert found["back"]
+        assert "has not saved a checkpoint 'four'" in found["unknown"]
+        assert "ENOSPC" in found["at the end"]
+
+
+SHARED = {"checkpoint": {"commit": "background"}, "tokens": {"backend": "flock"}}
+
+
+def test_files_of_a_node_on_shared_storage_become_parts_of_checkpoints(tmp_path, dirs):
+    """Parallel HDF5 or not, MPI-IO or not: whatever is at hand here."""
+    tiers = [
+        {"name": f"t{i}", "dir": d, "kind": "shared", "read_bps": 1e8, "write_bps": 1e8} for i, d in enumerate(dirs)
+    ]
+    args = {"dirs": dirs, "section": {**SHARED, "tiers": tiers}, "checkpoint": str(tmp_path / "ckpt")}
+    for found in run("resume", 2, tmp_path, **args):
+        assert found["equal"]
+        assert found["unharmed"]
+    linked = list((tmp_path / "ckpt" / "four").glob("sealed*.h5"))
+    assert linked
+    assert all(path.stat().st_nlink == 1 for path in linked), "it is the checkpoint's alone"
+    assert [os.listdir(d) for d in dirs] == [[], []]
+
+
 DAMAGES = {
     "chunk": [" is not what was saved: checksum ", "state-00001-"],
     "manifest": ["the manifest is damaged (", "/two/manifest.json"],

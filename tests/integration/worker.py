@@ -35,6 +35,7 @@ from deepspeed.utils import (
 
 import mlpo_hpc
 from mlpo_hpc.checkpoint import folder as folders
+from mlpo_hpc.checkpoint.write import ShardWriter
 from mlpo_hpc.engine import own_checkpoint
 from mlpo_hpc.errors import storage_error
 from mlpo_hpc.state import node_file
@@ -407,6 +408,47 @@ def after_commit_eio() -> Any:
 
 
 FAILING_SAVES = {"ENOSPC": full_shard, "EIO": eio_of_sync, "EDQUOT": full_manifest}
+
+
+def failing_in_background(args: Args) -> Args:
+    """The device is full while one rank saves beside training: that goes on, and the checkpoint before it is whole."""
+    engine = start(args)
+    train(engine, 2)
+    engine.save_checkpoint(args["checkpoint"], tag="one")
+    wanted = fingerprint(engine)
+    assert engine.checkpoint_committed(wait=True)
+    real = ShardWriter._move
+
+    def move(writer: ShardWriter, piece: memoryview) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise storage_error("writing the checkpoint", str(writer._path), failure(errno.ENOSPC))
+        real(writer, piece)
+
+    found: Args = {}
+    with patch.object(ShardWriter, "_move", move):
+        engine.save_checkpoint(args["checkpoint"], tag="two")
+        found["losses"] = train(engine, 2, first=2)
+        try:
+            engine.checkpoint_committed("two", wait=True)
+        except mlpo_hpc.MlpoError as error:
+            found["error"] = str(error)
+    found["one"] = engine.checkpoint_committed("one")
+    engine.save_checkpoint(args["checkpoint"], tag="three")
+    found["files"] = sorted(os.listdir(args["checkpoint"]))
+    found["three"] = engine.checkpoint_committed("three", wait=True)
+    engine.load_checkpoint(args["checkpoint"], tag="one")
+    found["back"] = fingerprint(engine) == wanted
+    try:
+        engine.checkpoint_committed("four")
+    except mlpo_hpc.MlpoError as error:
+        found["unknown"] = str(error)
+    with patch.object(ShardWriter, "_move", move):
+        engine.save_checkpoint(args["checkpoint"], tag="last")
+        try:
+            engine.destroy()
+        except mlpo_hpc.MlpoError as error:
+            found["at the end"] = str(error)
+    return found
 
 
 def damaged(args: Args) -> Args:
