@@ -1,4 +1,4 @@
-"""Run the MPI tests on this rank: ``mpirun -n N python -m tests.mpi [bodies|files]``.
+"""Run the MPI tests on this rank: ``mpirun -n N python -m tests.mpi [bodies|files|exports]``.
 
 The same bodies on 1, 2 and 4 ranks. Each has its own timeout, for deadlock is how such code
 fails; a rank that fails or hangs ends the world.
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch  # noqa: F401  before MPI starts, as in training scripts: what it registers for the exit is then done last
 
 from mlpo_hpc.cluster.node import start_mpi
-from tests.mpi import bodies, files
+from tests.mpi import bodies, exports, files
 
 TIMEOUT_S = 120
 RECORDS = "MPI_TEST_RECORDS"
@@ -28,7 +28,8 @@ def main() -> None:
     if world.rank == 0:
         library = sys.modules["mpi4py.MPI"].Get_library_version().split()
         print("MPI:", *library[:4], flush=True)
-    modules = [module for module in (bodies, files) if not sys.argv[1:] or module.__name__.endswith(sys.argv[1])]
+    everything = (bodies, files, exports)
+    modules = [module for module in everything if not sys.argv[1:] or module.__name__.endswith(sys.argv[1])]
     tests = [body for module in modules for name, body in vars(module).items() if name.startswith("test_")]
     for body in tests:
         begin = time.monotonic()
