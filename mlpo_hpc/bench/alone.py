@@ -129,14 +129,23 @@ def _touch(view: memoryview) -> None:
     np.add(np.frombuffer(view, np.uint8), 1, out=np.frombuffer(view, np.uint8))
 
 
-def follow(tiers: Sequence[BenchTier], disk: CappedDisk, cap_bps: int, load: Load) -> dict[str, Any]:
-    """Halve a disk's speed in mid-run; how the steps after that compare with a run that began so."""
+def follow(tiers: Sequence[BenchTier], disk: CappedDisk, cap_bps: int, load: Load, runs: int) -> dict[str, Any]:
+    """Halve a disk's speed in mid-run; how the third step after that compares with runs that began so, in turns."""
     half = load.steps // 2
-    changed = stream(tiers, load, lambda step: disk.cap(cap_bps // 2) if step == half else None)
-    slow = stream(tiers, load)
-    disk.cap(cap_bps)
-    usual_s = float(np.median(slow.step_s[2:]))
-    return {"steps_s": changed.step_s, "changed_before_step": half, "slow_step_s": slow.step_s, "usual_s": usual_s}
+    changed, slow = [], []
+    for _ in range(runs):
+        changed.append(stream(tiers, load, lambda step: disk.cap(cap_bps // 2) if step == half else None).step_s)
+        slow.append(stream(tiers, load).step_s)
+        disk.cap(cap_bps)
+    usual_s = float(np.median([steps[half + 2] for steps in slow]))
+    thirds = [steps[half + 2] / usual_s for steps in changed]
+    return {
+        "steps_s": changed,
+        "changed_before_step": half,
+        "slow_steps_s": slow,
+        "usual_s": usual_s,
+        "third_step_vs_usual": {"median": float(np.median(thirds)), "min": min(thirds), "max": max(thirds)},
+    }
 
 
 @click.command()
@@ -145,8 +154,9 @@ def follow(tiers: Sequence[BenchTier], disk: CappedDisk, cap_bps: int, load: Loa
     "--testbed", callback=read_caps, metavar="NAME=MB/S,...", help="Make disks with this speed instead (root)."
 )
 @click.option("--slow", metavar="NAME", help="Of --testbed: halve the speed of this disk in the middle.")
-@click.option("--steps", type=click.IntRange(2), default=6, show_default=True)
-def main(directories: tuple[str, ...], testbed: dict[str, int] | None, slow: str | None, steps: int) -> None:
+@click.option("--steps", type=click.IntRange(6), default=6, show_default=True)
+@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="With --slow: of each kind.")
+def main(directories: tuple[str, ...], testbed: dict[str, int] | None, slow: str | None, steps: int, runs: int) -> None:
     """Measure the state engine alone; prints JSON."""
     load = Load(steps=steps)
     state_bytes = load.num_records * load.record_bytes
@@ -162,7 +172,7 @@ def main(directories: tuple[str, ...], testbed: dict[str, int] | None, slow: str
         tiers = [measure_tier(tier, PLAIN_S) for tier in laid_out or read_tiers(directories, None)]
         result: dict[str, Any] = {"rates_bps": {tier.name: [tier.read_bps, tier.write_bps] for tier in tiers}}
         if slow is not None:
-            result["follow"] = follow(tiers, made[slow], caps[slow], load)
+            result["follow"] = follow(tiers, made[slow], caps[slow], load, runs)
         else:
             found = stream(tiers, load)
             both_bps = found.nbytes / found.seconds
