@@ -117,7 +117,7 @@ def write(path: Path, value: Any, told: Callable[[int], None]) -> None:
                 for number, tensor in enumerate(tensors):
                     entry = _entry(f"{path.stem}/data/{number}", file.tell())
                     with archive.open(entry, "w", force_zip64=True) as place:
-                        for piece in tensor.pieces():
+                        for piece in filter(len, tensor.pieces()):  # none done would mean that something begins
                             place.write(piece.data)
                             told(piece.nbytes)
                 archive.writestr(_entry(f"{path.stem}/version"), VERSION)

@@ -141,6 +141,7 @@ def test_frozen_parameters_and_buffers_are_in_it_and_large_tensors_go_in_pieces(
     nbytes = export_universal(Reader(saved.folder), tmp_path / "x", Alone(), lambda *told: steps.append(told))
     check_universal(tmp_path / "x", saved)
     assert max(done for done, _ in steps) <= 400
+    assert [done for done, _ in steps if not done] == [0], "it begins once"
     assert sum(done for done, _ in steps) == steps[0][1] == nbytes
 
 
