@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,9 +12,10 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from mlpo_hpc.cluster.network import first_free_port
+from tests.zygote import Forked, Zygote
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,12 +50,25 @@ def run_ranks(num_ranks: int, args: list[str], timeout_s: float, env: dict[str, 
         return [_outcome(process, log, process in killed) for process, log in zip(processes, logs, strict=True)]
 
 
-def _start(rank: int, args: list[str], base: dict[str, str], log: IO[str]) -> subprocess.Popen[bytes]:
+FORKED = "tests.integration.worker"
+"""A module of many launches: its ranks are forked from one process."""
+IMPORTED_WITH = ("DS_", "OMP_", "PYTHON", "LD_")
+"""What matters to a process before it imports anything."""
+_zygotes: dict[str, Zygote] = {}
+
+
+def _start(rank: int, args: list[str], base: dict[str, str], log: IO[str]) -> subprocess.Popen[bytes] | Forked:
     mine = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if args[:2] == ["-m", FORKED]:
+        early = {name: value for name, value in mine.items() if name.startswith(IMPORTED_WITH)}
+        key = json.dumps(early, sort_keys=True)
+        if key not in _zygotes:
+            _zygotes[key] = Zygote(FORKED, {**os.environ, **early})
+        return Forked(_zygotes[key], args[1:], mine, log)
     return subprocess.Popen([sys.executable, *args], env=mine, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[subprocess.Popen[bytes]]:
+def _wait(processes: list[Any], timeout_s: float) -> list[Any]:
     """Wait for all; return those that had to be killed."""
     deadline = time.monotonic() + timeout_s
     failed = False
@@ -70,6 +85,6 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[su
     return []
 
 
-def _outcome(process: subprocess.Popen[bytes], log: IO[str], killed: bool) -> Outcome:
+def _outcome(process: Any, log: IO[str], killed: bool) -> Outcome:
     log.seek(0)
     return Outcome(process.returncode, log.read() + ("\n[killed by the test]" if killed else ""))

@@ -639,7 +639,8 @@ def fault_in_step(args: Args) -> Args:
 
 
 def break_storage(engine: Any, what: str) -> None:
-    containers = [tier.container for tier in engine.optimizer._store.pipeline.tiers]
+    generations = [tier.container for tier in engine.optimizer._store.pipeline.tiers]
+    containers = [container.member(container.last) for container in generations]
     if what == "truncated":
         for container in containers:
             os.ftruncate(container.transport.fd, 4096)
