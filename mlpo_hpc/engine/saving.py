@@ -103,6 +103,7 @@ class Saving:
         settings = optimizer._config.checkpoint
         tag = _agree(f"global_step{self._engine.global_steps}" if tag is None else str(tag))
         directory = Path(os.fspath(save_dir))
+        self._folders.pop(tag, None)  # the last one is asked for by default
         folder = self._folders[tag] = directory / tag
         if settings.format == "deepspeed":
             return self._save_deepspeeds(folder, client_state, save_latest, exclude_frozen_parameters)

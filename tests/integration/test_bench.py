@@ -88,6 +88,7 @@ def test_two_systems_take_turns_on_two_tiers(tiers, tmp_path):
     assert not list((tmp_path / "b").iterdir())
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("disks")
 def test_one_tier_of_a_test_bed(tmp_path):
     _, found = bench(tmp_path, "--testbed", "slow=50", "--systems", "ours", "--ga", "1", "--host-memory", "1MB")

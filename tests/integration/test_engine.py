@@ -127,7 +127,7 @@ BACKGROUND = {"checkpoint": {"commit": "background"}}
         (1, "bf16", BACKGROUND),
         (2, "bf16", BACKGROUND),
         (2, "fp16", {}),
-        (2, "fp16", DEEPSPEEDS),
+        WHOLE(2, "fp16", DEEPSPEEDS),
         WHOLE(1, "bf16", {}),
         WHOLE(2, "bf16", {}),
         WHOLE(2, "fp16", BACKGROUND),
@@ -148,7 +148,7 @@ def test_checkpoints_go_to_and_come_from_stock_deepspeed(tmp_path, dirs):
     assert found == [{"to_stock": True, "from_stock": True}]
 
 
-@pytest.mark.parametrize("spare_memory", [True, False])
+@pytest.mark.parametrize("spare_memory", [WHOLE(True), False])
 def test_host_memory_alone_saves_and_resumes(spare_memory, tmp_path):
     args = {"host_memory": 10**7, "section": BACKGROUND, "spare_memory": spare_memory}
     found = run("resume", 1, tmp_path, dirs=[], checkpoint=str(tmp_path / "ckpt"), **args)
@@ -329,7 +329,7 @@ def test_bad_input_is_one_error_on_all_ranks_before_training(name, refusals):
     assert refusals[0]["left"] == []
 
 
-@pytest.mark.parametrize("kind", [None, "shared", "node_local"])
+@pytest.mark.parametrize("kind", [None, WHOLE("shared"), WHOLE("node_local")])
 def test_whether_nodes_share_a_directory_is_found_out(kind, tmp_path, dirs):
     """Two ranks with two host names in one directory: one of them locks it for both."""
     case = {"dirs": dirs, "by_rank": {"1": {"host": "n2"}}} | ({"kind": kind} if kind else {})
@@ -351,7 +351,7 @@ def test_a_second_job_in_the_same_directory_is_refused(tmp_path, dirs):
     assert dirs[1] in found[0]["errors"][0]
 
 
-@pytest.mark.parametrize("what", ["ENOSPC", WHOLE("EDQUOT"), "EIO", "truncated", "altered"])
+@pytest.mark.parametrize("what", ["ENOSPC", WHOLE("EDQUOT"), WHOLE("EIO"), "truncated", "altered"])
 def test_a_fault_in_mid_step_is_said_and_ends_the_world(what, tmp_path, dirs):
     outcomes = launch("fault_in_step", 2, tmp_path, dirs=dirs, rank=1, what=what)
     assert all(outcome.code != 0 for outcome in outcomes), outcomes[0].text[-2000:]

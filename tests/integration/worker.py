@@ -438,6 +438,8 @@ def failing_in_background(args: Args) -> Args:
     found["three"] = engine.checkpoint_committed("three", wait=True)
     engine.load_checkpoint(args["checkpoint"], tag="one")
     found["back"] = fingerprint(engine) == wanted
+    engine.save_checkpoint(args["checkpoint"], tag="one")
+    assert engine.checkpoint_committed(wait=True), "the last one is that of an earlier tag"
     try:
         engine.checkpoint_committed("four")
     except mlpo_hpc.MlpoError as error:

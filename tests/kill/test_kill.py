@@ -11,7 +11,9 @@ import pytest
 from tests.kill.moments import PHASES
 from tests.ranks import ROOT
 
+BACKGROUND = {"checkpoint": {"commit": "background"}}
 VARIANTS = {
+    "background": ["--section", json.dumps(BACKGROUND)],
     "bf16": [],
     "fp16": ["--dtype", "fp16", "--container", "hdf5", "--section", '{"order": "sequential"}'],
 }
@@ -35,6 +37,10 @@ def test_a_run_that_is_killed_20_times_ends_as_one_that_was_not(tmp_path):
     phases = {phase for phases in found["by_victim"].values() for phase in phases}
     assert len(phases) == len(PHASES), found["by_victim"]
     assert all(sum(phases.values()) >= 6 for phases in found["by_victim"].values()), "all kinds of victims"
+
+
+def test_one_that_saves_beside_training_is_killed_12_times(tmp_path):
+    kill(tmp_path, "engine", 12, "--section", json.dumps(BACKGROUND), timeout_s=240)
 
 
 def test_the_example_is_killed_3_times_and_ends_as_if_it_was_not(tmp_path):
