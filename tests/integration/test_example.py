@@ -58,6 +58,7 @@ def test_alone_it_shows_progress_a_summary_and_a_picture(tmp_path):
     assert figures[-1]["step"] == 4
 
 
+@pytest.mark.whole  # tests/unit/test_trace.py has its parts
 def test_a_trace_shows_phases_subgroups_and_every_chunk(tmp_path):
     env = {"MLPO_HPC_TELEMETRY__DIR": str(tmp_path / "traces"), "MLPO_HPC_TELEMETRY__TRACE": "true"}
     _, figures = example(tmp_path, env=env)
@@ -93,6 +94,7 @@ def test_a_run_and_its_next_start_are_one_report(tmp_path):
     assert "restart at step 3" in page
 
 
+@pytest.mark.whole  # tests/unit/test_hdf5.py reads such files
 def test_kept_state_files_are_read_by_any_tool(tmp_path):
     example(tmp_path, "--keep", leaves=2)
     files = [str(path) for name in ("nvme", "pfs") for path in (tmp_path / name).glob("*.h5")]
