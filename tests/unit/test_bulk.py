@@ -40,6 +40,7 @@ def test_a_whole_array_is_one_block_and_a_range_few():
     assert len(list(boxes((2**20, 2**12), 5, 2**32 - 5))) == 17, "none above 1 GiB"
 
 
+@settings(deadline=None)
 @given(shape=shapes, cuts=st.lists(st.integers(0, 2401), max_size=3))
 def test_what_ranks_write_piece_by_piece_is_read_whole(tmp_path_factory, shape, cuts):
     """By hyperslabs and by offsets, read back with another cut."""
