@@ -21,7 +21,7 @@ from mlpo_hpc.errors import CorruptState, StorageError, StorageTimeout, here
 from mlpo_hpc.telemetry.log import logger
 
 EXIT_S = 20.0
-"""The same for a process that is about to end: another one may have ended already, and never by itself."""
+"""Longest time without progress in a process that is about to end: whom it waits for may have ended before it."""
 FIRST_POLL_S, LAST_POLL_S = 0.02, 5.0
 
 

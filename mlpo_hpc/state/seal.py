@@ -84,10 +84,12 @@ class Seal:
 
     def close(self) -> None:
         """Release all. Idempotent."""
+        with self._watch:
+            self._closed = True  # a write that ends now holds nothing any more
+        self.memory = {}
         for subgroup in self._held:
             self.release(subgroup)
         with self._watch:
-            self._closed = True
             pinned, self._pinned = self._pinned, {}
             for number, generation in pinned.items():
                 self._tiers[number].slots.unpin(generation)

@@ -215,3 +215,21 @@ def test_traffic_that_can_wait_comes_to_an_end_on_a_lane_that_is_never_idle(monk
     container.go.set()
     foreground.join(30)
     tier.close()
+
+
+def test_a_seal_may_be_given_up_while_what_it_waits_for_is_written():
+    """As when the checkpoint's disk is full: nothing stays held, and updates go on."""
+    sizes = [3 * BLOCK] * 12
+    pipeline = make(sizes, 2, sum(sizes), BLOCK, 0.002)
+    try:
+        fill(pipeline, range(12))
+        for number in range(4):
+            seal = pipeline.seal(write_back=True)
+            time.sleep(0.004 * number)
+            seal.close()
+            step(pipeline, step_order(12, "alternate", number % 2 == 1), step_order(12, "alternate", number % 2 == 0))
+        assert values(pipeline) == [i + 4 for i in range(12)]
+        pipeline.flush()
+        assert not any(tier.slots._held for tier in pipeline.tiers)
+    finally:
+        pipeline.close()
