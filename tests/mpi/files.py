@@ -23,6 +23,7 @@ from mlpo_hpc.state import containers
 from mlpo_hpc.state.node_file import Slots
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, FileContainer
 from mlpo_hpc.storage.contents import Contents, Piece, RecordForm
+from mlpo_hpc.storage.generations import Generations
 from mlpo_hpc.storage.hdf5 import has_parallel_hdf5
 from mlpo_hpc.storage.owner import PREFIX
 from mlpo_hpc.storage.place import find_places
@@ -546,8 +547,9 @@ def leave_without_destroy(world: MPI.Intracomm) -> Any:
     engine, _ = train(world, folder, "off", 2, tiers=[tier], order="sequential", host_memory=300_000)
     tiers = engine.optimizer._store.pipeline.tiers
     for container in [tier.container for tier in tiers]:
-        real = container.transport.write
-        container.transport.write = lambda *piece, real=real: (time.sleep(0.5), real(*piece))
+        transport = (container.member(container.last) if isinstance(container, Generations) else container).transport
+        real = transport.write
+        transport.write = lambda *piece, real=real: (time.sleep(0.5), real(*piece))
     step_again(engine)
     return engine
 
