@@ -1,5 +1,5 @@
 # make demo     pre-train a GPT on two ranks over two storage tiers
-# make test     the tests (one machine, no GPU needed); test-mpi, test-slurm: those with an MPI, a Slurm; test-kill: kill -9
+# make test     the tests (one machine, no GPU needed); test-mpi, test-slurm: with an MPI, a Slurm; test-long, test-kill
 # make kill     kill -9 of a run at 200 moments of SEED, resumed each time; what came of it in build/kill.json
 # make install PREFIX=/apps     for all users, as an environment module (docs/modules.md); uninstall, wheels
 VENV ?= .venv
@@ -13,7 +13,7 @@ DEMO_ARGS ?= --host-memory 300MB
 SEED ?= 1
 PYTEST = $(BIN)/python -m pytest
 
-.PHONY: demo test test-mpi test-slurm test-kill test-all kill lint install uninstall wheels clean
+.PHONY: demo test test-mpi test-slurm test-kill test-long test-all kill lint install uninstall wheels clean
 
 $(VENV)/.ready: setup.cfg constraints.txt .ci/setup
 	.ci/setup $(VENV) dev
@@ -37,6 +37,10 @@ test-slurm: $(VENV)/.ready
 # 20 times a small run, 12 times one that saves beside training, 3 times the whole example.
 test-kill: $(VENV)/.ready
 	$(PYTEST) tests/kill $(PYTEST_ARGS)
+
+# What takes long in tests/integration: trainers, benchmarks, exports against DeepSpeed's converter, stopped runs.
+test-long: $(VENV)/.ready
+	$(PYTEST) --long tests/integration $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready
 	$(PYTEST) --all tests/unit tests/integration tests/gpu tests/kill $(PYTEST_ARGS)

@@ -11,6 +11,7 @@ NOTHING_SKIPPED = "TEST_NOTHING_SKIPPED"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run whole products of cases instead of a choice")
+    parser.addoption("--long", action="store_true", help="run those that take long, and only those")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -19,8 +20,10 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
         return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("whole")])
-    items[:] = [item for item in items if not item.get_closest_marker("whole")]
+    long = config.getoption("--long")
+    wanted = [i for i in items if not i.get_closest_marker("whole") and bool(i.get_closest_marker("long")) == long]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
+    items[:] = wanted
 
 
 @pytest.hookimpl(wrapper=True)

@@ -46,6 +46,7 @@ def disks(tmp_path):
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["node_local", pytest.param("shared", marks=pytest.mark.whole)])
 def test_checkpoints_beside_training_are_measured_and_nothing_is_left(case, tiers, tmp_path):
     small = ["--blocks", "4", "--hidden", "64", "--sub-group-size", "1e4", "--host-memory", "1MB", "--saves", "2"]
@@ -64,6 +65,7 @@ def test_checkpoints_beside_training_are_measured_and_nothing_is_left(case, tier
     assert [list((tmp_path / name).iterdir()) for name in ("a", "b")] == [[], []]
 
 
+@pytest.mark.long
 def test_two_systems_take_turns_on_two_tiers(tiers, tmp_path):
     args = ["--systems", "paper,ours", "--host-memory", "1MB", "--picture", str(tmp_path / "pictures")]
     done, found = bench(tmp_path, *tiers, *args)
@@ -107,6 +109,7 @@ def test_host_memory_only_on_two_ranks(tmp_path):
     assert found["rows"][0]["text_tokens"] == 4 * 2 * 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("disks")
 def test_a_signal_undoes_everything(tmp_path):
     """The disks are looked at by the fixture, the processes here."""

@@ -76,6 +76,7 @@ def test_a_trace_shows_phases_subgroups_and_every_chunk(tmp_path):
     assert read >= sum(step["bytes_read"] for step in figures)
 
 
+@pytest.mark.long
 def test_a_run_and_its_next_start_are_one_report(tmp_path):
     env = {"MLPO_HPC_TELEMETRY__DIR": str(tmp_path / "telemetry")}
     checkpoint = ["--checkpoint", str(tmp_path / "ckpt")]
@@ -172,6 +173,7 @@ def test_stopped_and_resumed_it_goes_on_as_if_nothing_had_been(tmp_path):
     assert "nothing to do: step 6 of 6 is reached" in text
 
 
+@pytest.mark.long
 def test_asked_to_stop_it_saves_exits_with_85_and_goes_on_later(tmp_path):
     straight, parts, stop = tmp_path / "straight", tmp_path / "parts", tmp_path / "stop"
     straight.mkdir()

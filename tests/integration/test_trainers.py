@@ -27,6 +27,8 @@ SCENARIOS = {
 
 WHOLE = {"lightning_fit"}
 
+pytestmark = pytest.mark.long
+
 
 def missing(scenario):
     """The packages that a scenario lacks here."""

@@ -27,6 +27,8 @@ CASES = {
 REFUSED = {"momentum": USUAL | {"optimizer": "sgd_momentum"}, "amsgrad": USUAL | {"optimizer": "adamw_amsgrad"}}
 KEPT = {"momentum": "['momentum_buffer']", "amsgrad": "['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step']"}
 
+pytestmark = pytest.mark.long
+
 
 def launch(do: str, num_ranks: int, folder: Path, cases: dict[str, Any]) -> None:
     dirs = [folder / name for name in "ab"]
