@@ -12,6 +12,8 @@ export PATH := $(if $(wildcard $(BIN)/mpirun),$(abspath $(BIN)):$(PATH),$(PATH):
 DEMO_ARGS ?= --host-memory 300MB
 SEED ?= 1
 PYTEST = $(BIN)/python -m pytest
+# Most tests compute on one core: two files at a time, those that take long first.
+TWO_AT_A_TIME = -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-mpi test-slurm test-kill test-long test-all kill lint install uninstall wheels clean
 
@@ -22,7 +24,7 @@ demo: $(VENV)/.ready
 	.ci/mpirun 2 $(BIN)/python examples/pretrain_gpt.py --out runs/demo $(DEMO_ARGS)
 
 test: $(VENV)/.ready
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 
 # On 1, 2 and 4 ranks under each MPI at hand: that on PATH, Open MPI's wheel, MPICH's wheel.
 test-mpi: $(VENV)/.ready
