@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from mlpo_hpc.checkpoint import folder as folders
+from mlpo_hpc.checkpoint.copy_on_write import CopyOnWrite
 from mlpo_hpc.checkpoint.manifest import FrozenEntry, Manifest, PieceEntry, RecordEntry, WeightType
 from mlpo_hpc.checkpoint.plain import encode
 from mlpo_hpc.checkpoint.write import CHUNK_BYTES, ShardWriter
@@ -42,6 +43,9 @@ class Run:
         ``split`` or ``fp32``.
     strange : float
         Part of the master weights that are not what the 16-bit weights tell: they become exceptions.
+    changed : sequence of str
+        Parameters whose 16-bit weights others changed after the records were made: they are the master weights where
+        a record is short.
     frozen, buffers : mapping
         Tensors that are not trained.
     chunk_bytes : int
@@ -54,6 +58,7 @@ class Run:
     weight_type: WeightType = "bfloat16"
     codec: str = "split"
     strange: float = 0.0002
+    changed: Sequence[str] = ()
     frozen: Mapping[str, torch.Tensor] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     chunk_bytes: int = CHUNK_BYTES
@@ -101,7 +106,13 @@ def save(directory: Path, run: Run, tag: str = "one", attempt: str = "0000000a")
     )
     folders.prepare(folder, manifest, save_latest=True)
     folders.commit(folder, manifest, save_latest=True)
-    return Saved(folder, run, vectors, {name: flat[name].reshape(shape) for name, shape in run.shapes.items()})
+    after = {name: _after(run, name, weights) for name, weights in flat.items()}
+    return Saved(folder, run, vectors, {name: after[name].reshape(shape) for name, shape in run.shapes.items()})
+
+
+def _after(run: Run, name: str, weights: torch.Tensor) -> torch.Tensor:
+    """What others made of some weights."""
+    return (weights * 2 + 1).to(weights.dtype) if name in run.changed else weights
 
 
 def _training(run: Run, num_subgroups: int) -> dict:
@@ -192,15 +203,22 @@ def _save_record(writer, rank, run, names, parts, vectors, weights):
     for place, vector in zip(places, ("fp32", *VECTORS), strict=True):
         place.copy_(joined(torch.from_numpy(vectors[name][vector]) for name in names))
     mine = joined(weights[name] for name in names)
-    nbytes = form.nbytes if split and shorten(form, view, mine) else len(record)
+    short = split and shorten(form, view, mine)
+    nbytes = form.nbytes if short else len(record)
+    after = joined(_after(run, name, weights[name]) for name in names)
+    changed = [index for index, name in enumerate(names) if short and name in run.changed]
+    for index in changed:
+        master = vectors[names[index]]["fp32"][rank * parts[index] : (rank + 1) * parts[index]]
+        master[:] = cut(_after(run, names[index], weights[names[index]]), rank, size)[: len(master)].float().numpy()
     return RecordEntry(
         numel=numel,
         vectors=VECTORS,
         pieces=tuple(parts) if split else (),
         split=split,
         nbytes=nbytes,
-        chunks=writer.add(view[:nbytes]),
-        weights=writer.add(mine.view(torch.uint8).numpy().data),
+        chunks=writer.add(CopyOnWrite(lambda: view[:nbytes])),
+        weights=writer.add(CopyOnWrite(lambda: after.view(torch.uint8).numpy().data)),
+        changed=tuple(changed),
         scalars={"step": float(run.step)},
     )
 
@@ -222,6 +240,7 @@ RUNS = st.builds(
     weight_type=st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]),
     codec=st.sampled_from(["split", "fp32"]),
     strange=st.sampled_from([0.0, 0.0002, 0.5]),
+    changed=st.sampled_from([(), ("layer.0.w",), ("layer.0.w", "layer.2.w")]),
     chunk_bytes=st.sampled_from([64, 1000, 4096, CHUNK_BYTES]),
     seed=st.integers(0, 2**32 - 1),
 )

@@ -79,6 +79,9 @@ class RecordEntry(Entry):
     """Its bytes, in order."""
     weights: tuple[Chunk, ...]
     """The 16-bit weights, in order."""
+    changed: tuple[Count, ...] = ()
+    """Parameters, by their index in `pieces`, whose 16-bit weights others changed since the record was made: these are
+    their master weights."""
     scalars: dict[str, int | float] | None
     """State that is not a vector, tensors as floats; None: the optimizer has not made its state yet."""
 

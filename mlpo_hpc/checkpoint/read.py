@@ -157,10 +157,12 @@ class Reader:
         if vector != MASTER or form is None or record.nbytes != form.nbytes:
             offset = (_order(record).index(vector) * stride_items(record.numel) + begin) * ITEM_BYTES
             return self._cache.read(record.chunks, offset, count * ITEM_BYTES, name).view(np.float32)
+        weights = self._cache.read(record.weights, begin * LOW_BYTES, count * LOW_BYTES, name).view(np.int16)
+        if _was_changed(record, source.piece):
+            return rebuild(weights, np.zeros_like(weights), np.empty(0, np.int64), np.empty(0, np.int32))
         low = self._cache.read(record.chunks, form.master_offset + begin * LOW_BYTES, count * LOW_BYTES, name)
-        weights = self._cache.read(record.weights, begin * LOW_BYTES, count * LOW_BYTES, name)
         positions, bits = self._tail(source, record, form)
-        return rebuild(weights.view(np.int16), low.view(np.int16), positions - begin, bits)
+        return rebuild(weights, low.view(np.int16), positions - begin, bits)
 
     def _tail(self, source: Source, record: RecordEntry, form: SplitForm) -> tuple[np.ndarray, np.ndarray]:
         """Positions and bits of a short record's exceptions."""
@@ -181,6 +183,12 @@ class Reader:
 def form_of(record: RecordEntry) -> SplitForm | None:
     """How a record for codec ``split`` is made up; None for one of ``fp32``."""
     return SplitForm(record.numel, len(record.vectors), record.pieces) if record.split else None
+
+
+def _was_changed(record: RecordEntry, piece: PieceEntry) -> bool:
+    """Whether others changed its 16-bit weights since the record was made."""
+    begins = list(itertools.accumulate(record.pieces, initial=0))
+    return bool(record.changed) and bisect.bisect_right(begins, piece.begin) - 1 in record.changed
 
 
 def _order(record: RecordEntry) -> tuple[str, ...]:

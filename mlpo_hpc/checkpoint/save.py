@@ -1,18 +1,19 @@
 """One rank's part in a checkpoint: sealed state and the 16-bit weights into its shard, while training goes on or waits.
 
-An update waits for a subgroup until what it would change is safe: its weights are copied or written, and its
-state, where that is in host memory alone, too. What lies on the tiers is sealed and can be copied later.
+What an update changes is written first: the 16-bit weights, and state that is in host memory alone. What was not
+written by then is copied, or the update waits. What lies on the tiers is sealed and can be copied later.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from mlpo_hpc.checkpoint.copy_on_write import CopyOnWrite
 from mlpo_hpc.checkpoint.manifest import Chunk, FileEntry, PieceEntry, RecordEntry
 from mlpo_hpc.checkpoint.write import ShardWriter
 from mlpo_hpc.errors import StorageTimeout, here
@@ -61,14 +62,16 @@ class Save:
         What to save.
     seal : Seal
         The state; owned.
-    weights : callable
-        The 16-bit weights of a subgroup, as bytes.
+    weights : sequence of CopyOnWrite
+        The 16-bit weights of each subgroup.
+    find_changed : callable
+        Given a subgroup and the bytes of its weights, the parameters that others changed; see `RecordEntry`.
     tiers : sequence of StorageTier
         Where the sealed state lies.
     paces : sequence of Pace
         How reading from each tier goes on beside other traffic.
     copies : bool
-        Whether what an update would change is copied at once in host memory, so that no update waits for storage.
+        Whether what an update is about to change is copied in host memory, so that no update waits for storage.
     linked : mapping
         Of a tier's number to its file that is in the checkpoint.
     """
@@ -78,7 +81,8 @@ class Save:
         writer: ShardWriter,
         outline: Outline,
         seal: Seal,
-        weights: Callable[[int], memoryview],
+        weights: Sequence[CopyOnWrite],
+        find_changed: Callable[[int, memoryview], tuple[int, ...]],
         tiers: Sequence[StorageTier],
         paces: Sequence[Pace],
         copies: bool,
@@ -87,7 +91,7 @@ class Save:
         self._writer = writer
         self._outline = outline
         self._seal = seal
-        self._weights = weights
+        self._find_changed = find_changed
         self._tiers = tiers
         self._copies = copies
         self._paces = paces
@@ -95,9 +99,9 @@ class Save:
         self._used: dict[int, dict[int, int]] = {tier: {} for tier in linked}
         """Bytes that the checkpoint needs of each slot of those files."""
         self._safe = [threading.Event() for _ in outline.records]
-        self._copied: dict[int, list[memoryview]] = {}
+        self._kept = {subgroup: self._keep(subgroup, each) for subgroup, each in enumerate(weights)}
         self._bounce: Buffer | None = None
-        self._written: dict[int, list[tuple[Chunk, ...]]] = {}
+        self._written: dict[int, tuple[tuple[int, ...], list[tuple[Chunk, ...]]]] = {}
 
     def wait_safe(self, subgroup: int, timeout_s: float) -> None:
         """Wait until a subgroup may be changed.
@@ -107,7 +111,9 @@ class Save:
         StorageTimeout
             If it takes longer than `timeout_s`.
         """
-        if not self._safe[subgroup].wait(timeout_s):
+        for kept in self._kept[subgroup] if self._copies else ():
+            kept.before_change(timeout_s)
+        if not self._copies and not self._safe[subgroup].wait(timeout_s):
             raise StorageTimeout(
                 f"the checkpoint does not get on: nothing was written for {timeout_s:.0f} s on {here()}"
             )
@@ -130,6 +136,8 @@ class Save:
 
     def _end(self) -> None:
         self._writer.close()
+        for kept in itertools.chain(*self._kept.values()):
+            kept.drop()
         self._seal.close()
         for event in self._safe:
             event.set()
@@ -158,20 +166,24 @@ class Save:
             member.punch(slot, self._used[tier].get(slot, 0))
         self._writer.sync(file.path.name)
 
+    def _keep(self, subgroup: int, weights: CopyOnWrite) -> list[CopyOnWrite]:
+        """What the next update of a subgroup changes: the weights, and the state that is in host memory alone."""
+        memory = self._seal.memory
+        return [weights, *([CopyOnWrite(partial(memory.__getitem__, subgroup))] if subgroup in memory else [])]
+
     def _secure(self, subgroup: int) -> None:
-        """What the next update of a subgroup would change: the weights, and the state that is in host memory alone."""
-        kept = [self._weights(subgroup), *([self._seal.memory[subgroup]] if subgroup in self._seal.memory else [])]
-        if self._copies:
-            self._copied[subgroup] = [_copy(data) for data in kept]
-        else:
-            self._written[subgroup] = [self._writer.add(data) for data in kept]
+        kept = self._kept[subgroup]
+        with kept[0].reading() as weights:
+            changed = self._find_changed(subgroup, weights)
+        self._written[subgroup] = changed, [self._writer.add(each) for each in kept]
         self._safe[subgroup].set()
+        for each in kept:
+            each.drop()
 
     def _save(self, subgroup: int) -> RecordEntry:
-        copied = self._copied.pop(subgroup, [])
-        weights, *state = self._written.get(subgroup) or [self._writer.add(data) for data in copied]
-        chunks = state[0] if state else self._take_chunks(subgroup)
-        return self._outline.records[subgroup].model_copy(update={"weights": weights, "chunks": chunks})
+        changed, (weights, *state) = self._written[subgroup]
+        entry = {"changed": changed, "weights": weights, "chunks": state[0] if state else self._take_chunks(subgroup)}
+        return self._outline.records[subgroup].model_copy(update=entry)
 
     def _take_chunks(self, subgroup: int) -> tuple[Chunk, ...]:
         """From the tiers: by copying, or as they are."""
@@ -198,11 +210,6 @@ class Save:
         view = self._bounce.view(lying.nbytes)
         self._paces[lying.tier].wait()
         self._tiers[lying.tier].reads.move(lying.slot, view, f"subgroup {subgroup}", lying.checksum)
-        return self._writer.add(view, lying.checksum)
-
-
-def _copy(data: memoryview) -> memoryview:
-    """Into new memory, without holding up other threads."""
-    copy = Buffer(len(data)).view(len(data))
-    np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(data, np.uint8))
-    return copy
+        if lying.checksum is None:
+            return self._writer.add(CopyOnWrite(lambda: view))
+        return (self._writer.add_whole(view, lying.checksum),)

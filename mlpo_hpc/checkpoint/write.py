@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
+from mlpo_hpc.checkpoint.copy_on_write import CopyOnWrite
 from mlpo_hpc.checkpoint.folder import encode, file_checksum, replace_whole, sync_file
 from mlpo_hpc.checkpoint.manifest import Chunk, FileEntry, PieceEntry, RecordEntry, Shard
 from mlpo_hpc.errors import storage_error
+from mlpo_hpc.state.cache import Buffer
 from mlpo_hpc.storage.base import ALIGNMENT_BYTES, round_up
 from mlpo_hpc.storage.pace import Pace
 from mlpo_hpc.storage.posix import drop_pages, open_posix, write_out
@@ -64,31 +66,49 @@ class ShardWriter:
             raise storage_error("creating a file of the checkpoint", str(self._path), error) from error
         # Beside training each piece is moved as state is: nothing is left to be written at another's expense.
         self._past_cache = None if self.pace.is_free else open_posix(str(self._path))
+        self._bounce: Buffer | None = None
 
-    def add(self, data: memoryview, checksum: int | None = None) -> tuple[Chunk, ...]:
-        """Append bytes; the chunks that they are now: one, if its checksum is known already."""
+    def add(self, data: CopyOnWrite) -> tuple[Chunk, ...]:
+        """Append bytes; the chunks that they are now."""
+        self._offset = round_up(self._offset)
+        with data.reading() as view:
+            nbytes = len(view)
+        return tuple(self._append(data, slice(at, at + CHUNK_BYTES)) for at in range(0, nbytes, CHUNK_BYTES))
+
+    def add_whole(self, data: memoryview, checksum: int) -> Chunk:
+        """Append bytes whose checksum is known, as one chunk."""
         self._offset = begin = round_up(self._offset)
-        pieces = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-        if checksum is None:
-            return tuple(self._append(piece) for piece in pieces)
-        for piece in pieces:
-            self._move(piece)
-        return (Chunk(file=self._path.name, offset=begin, nbytes=len(data), checksum=f"{checksum:016x}"),)
+        for at in range(0, len(data), CHUNK_BYTES):
+            with self.pace.moving():
+                self._move(data[at : at + CHUNK_BYTES])
+        return Chunk(file=self._path.name, offset=begin, nbytes=len(data), checksum=f"{checksum:016x}")
 
-    def _append(self, piece: memoryview) -> Chunk:
+    def _append(self, data: CopyOnWrite, part: slice) -> Chunk:
         begin = self._offset
-        self._move(piece)
-        return Chunk(file=self._path.name, offset=begin, nbytes=len(piece), checksum=xxhash.xxh3_64_hexdigest(piece))
+        with self.pace.moving(), ExitStack() as reading:
+            piece = reading.enter_context(data.reading())[part]
+            if self._past_cache is not None:
+                piece = self._copy(piece)
+                reading.close()  # the device is not waited for by an update
+            self._move(piece)
+            checksum = xxhash.xxh3_64_hexdigest(piece)
+        return Chunk(file=self._path.name, offset=begin, nbytes=len(piece), checksum=checksum)
+
+    def _copy(self, piece: memoryview) -> memoryview:
+        """Into aligned memory, without holding up other threads."""
+        self._bounce = self._bounce or Buffer(CHUNK_BYTES)
+        copy = self._bounce.view(len(piece))
+        np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(piece, np.uint8))
+        return copy
 
     def _move(self, piece: memoryview) -> None:
-        with self.pace.moving():
-            if self._past_cache is not None and _is_aligned(piece):
-                self._past_cache.write(self._offset, piece)
-                self._offset = self._synced = self._offset + len(piece)
-                return
-            self._write(piece)
-            if self._offset - self._synced >= DIRTY_BYTES or self._past_cache is not None:
-                self._drop()
+        if self._past_cache is not None and _is_aligned(piece):
+            self._past_cache.write(self._offset, piece)
+            self._offset = self._synced = self._offset + len(piece)
+            return
+        self._write(piece)
+        if self._offset - self._synced >= DIRTY_BYTES or self._past_cache is not None:
+            self._drop()
 
     def _write(self, piece: memoryview) -> None:
         done = 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mlpo_hpc.checkpoint.copy_on_write import CopyOnWrite
 from mlpo_hpc.checkpoint.manifest import PieceEntry, RecordEntry
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.checkpoint.save import Outline, Save
@@ -79,13 +80,12 @@ class OwnCheckpoint:
         """
         for left in list(self._opened):  # by a debug call
             self._give_back(left, dirty=True)
-        self._take_over_changes()
         tiers, numels = self._store.pipeline.tiers, self._state.numels
         lanes = self._store.lanes_of_device(folder) if background else []
         with ExitStack() as undoing:
             for file in files.values():
                 undoing.callback(file.undo)
-            writer = ShardWriter(folder, rank, unique, Pace(lanes))
+            writer = ShardWriter(folder, rank, unique, Pace(lanes, self._store.pipeline.is_stepping))
             undoing.callback(writer.remove)
             linked = {number: files[tier.name] for number, tier in enumerate(tiers) if tier.name in files}
             writer.adopted += [file.path.name for file in linked.values() if file.is_ours]
@@ -95,21 +95,10 @@ class OwnCheckpoint:
         records = [self._outline(subgroup, seal.sizes[subgroup]) for subgroup in range(len(numels))]
         pieces = [PieceEntry(**vars(piece)) for piece in self._contents.pieces]
         outline = Outline(records, pieces, self._next_order(), **small)
-        paces = [Pace([tier.reads] if background else []) for tier in tiers]
+        paces = [Pace([tier.reads] if background else [], self._store.pipeline.is_stepping) for tier in tiers]
         copies = background and self._can_copy(sum(numels) * WEIGHT_BYTES + sum(map(len, seal.memory.values())))
-        return Save(writer, outline, seal, self._weights_of, tiers, paces, copies, linked)
-
-    def _take_over_changes(self) -> None:
-        """16-bit weights that others changed become master weights now: the two must fit in a checkpoint."""
-        pipeline, records = self._store.pipeline, self._state.records
-        for subgroup in self._next_order():
-            if records.were_changed(subgroup):
-                opened = records.open(subgroup, pipeline.get(subgroup), pipeline.resize)
-                for part in opened.parts:
-                    opened.vectors(part)
-                    opened.encode(part)
-                opened.close()
-                pipeline.put(subgroup)
+        weights = [self._weights_of(subgroup) for subgroup in range(len(numels))]
+        return Save(writer, outline, seal, weights, self._state.records.changes(), tiers, paces, copies, linked)
 
     def _outline(self, subgroup: int, nbytes: int) -> RecordEntry:
         form, scalars = self._state.records.form(subgroup), self._state.scalars(subgroup)
@@ -128,10 +117,14 @@ class OwnCheckpoint:
         """Whether the node has memory to spare for a copy of what the next update changes, on each of its ranks."""
         return available_bytes() >= SPARE_FACTOR * nbytes * self._node.node_size
 
-    def _weights_of(self, subgroup: int) -> memoryview:
-        flat: torch.Tensor = self.fp16_partitioned_groups_flat[subgroup]  # type: ignore[attr-defined]
-        data: memoryview = flat.detach().cpu().contiguous().view(torch.uint8).numpy().data
-        return data
+    def _weights_of(self, subgroup: int) -> CopyOnWrite:
+        flat: torch.Tensor = self.fp16_partitioned_groups_flat[subgroup].detach()  # type: ignore[attr-defined]
+
+        def fetch() -> memoryview:
+            data: memoryview = flat.cpu().view(torch.uint8).numpy().data
+            return data
+
+        return CopyOnWrite(fetch, is_live=flat.device.type == "cpu")
 
     def describe_training(self) -> dict[str, Any]:
         """Loss scaler, parameter groups and what the next step begins with: plain values."""

@@ -241,10 +241,21 @@ class Records:
         form = self._forms[subgroup]
         self._stamps[subgroup] = stamps(form, record) if form is not None and len(record) == form.nbytes else []
 
-    def were_changed(self, subgroup: int) -> bool:
-        """Whether a record does not belong to the 16-bit weights as they are now."""
-        form, noted = self._forms[subgroup], self._stamps.get(subgroup)
-        return bool(noted) and form is not None and noted != checksums(form, self.weights(subgroup))
+    def changes(self) -> Callable[[int, memoryview], tuple[int, ...]]:
+        """What tells, for the records as they are now, which parameters of a subgroup have other 16-bit weights.
+
+        To be called, from any thread, with a subgroup and the bytes of its weights.
+        """
+        noted = dict(self._stamps)
+
+        def find(subgroup: int, weights: memoryview) -> tuple[int, ...]:
+            form, before = self._forms[subgroup], noted.get(subgroup)
+            if form is None or not before:
+                return ()
+            now = checksums(form, torch.frombuffer(weights, dtype=torch.int16))
+            return tuple(index for index, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1])
+
+        return find
 
     def name(self, subgroup: int, index: int) -> str:
         """Of a parameter."""

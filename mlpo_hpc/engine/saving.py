@@ -13,6 +13,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -275,7 +276,6 @@ class Saving:
         """What the manifest says beside the shards."""
         engine, optimizer = self._engine, self._engine.optimizer
         frozen = [FrozenEntry(name=name, shape=tuple(param.ds_shape)) for name, param in frozen_parameters(engine)]
-        versions = {name: version(name) for name in ("mlpo_hpc", "torch", "deepspeed")}
         return {
             "tag": tag,
             "step": optimizer._steps,
@@ -286,7 +286,7 @@ class Saving:
             "training": training,
             "client": client,
             "config": json.loads(json.dumps(engine.config, default=str)),
-            "versions": {**versions, "python": platform.python_version()},
+            "versions": _versions(),
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 
@@ -301,6 +301,11 @@ def kept_buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:
     """Buffers that a checkpoint holds, by name."""
     names = set(engine._get_buffer_names())
     return [(name, buffer) for name, buffer in engine.module.named_buffers() if name in names]
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in ("mlpo_hpc", "torch", "deepspeed")}}
 
 
 def _text(error: BaseException | None) -> str:

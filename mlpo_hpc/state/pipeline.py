@@ -97,6 +97,7 @@ class Pipeline(Room):
             self._places = {subgroup: place for place, subgroup in enumerate(order)}
             self._places_then = {subgroup: place for place, subgroup in enumerate(then)}
             self._position = 0
+            self._stepping = False
             self._next_read = len(self._upcoming)
             self._writer.placement.begin()
             sizes = [record.nbytes for record in self.table.records]
@@ -107,6 +108,7 @@ class Pipeline(Room):
         with self._watch:
             self._watch.raise_failure()
             self.plan(order, following)
+            self._stepping = True
             self._next_read = 0
             self._read_ahead()
 
@@ -240,6 +242,10 @@ class Pipeline(Room):
             for tier, container in (following or {}).items():
                 self.tiers[tier].succeed(container)
             return seal
+
+    def is_stepping(self) -> bool:
+        """Whether a step has begun and will ask for more subgroups. Without the lock: a hint."""
+        return self._stepping and self._position < self._num_turns
 
     @property
     def is_closed(self) -> bool:

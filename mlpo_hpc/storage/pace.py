@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from mlpo_hpc.storage.lane import Lane
@@ -12,7 +12,8 @@ from mlpo_hpc.storage.lane import Lane
 SHARE = 50
 """A lane that is busy all the time gives up one part in so many, so that the other traffic comes to an end too."""
 LEAST_PATIENCE_S = 0.5
-POLL_S = 0.002
+FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
+"""Between two looks: looking takes time of a processor that training wants."""
 
 
 class Pace:
@@ -22,10 +23,13 @@ class Pace:
     ----------
     lanes : sequence of Lane
         Those whose device it uses; none: nothing holds it up.
+    is_wanted : callable, optional
+        Whether somebody has more to ask of them soon, though nothing is asked now.
     """
 
-    def __init__(self, lanes: Sequence[Lane] = ()) -> None:
+    def __init__(self, lanes: Sequence[Lane] = (), is_wanted: Callable[[], bool] = lambda: False) -> None:
         self._lanes = list(lanes)
+        self._is_wanted = is_wanted
         self._last_s = LEAST_PATIENCE_S / SHARE
         self._hurry = threading.Event()
 
@@ -40,9 +44,13 @@ class Pace:
 
     def wait(self) -> None:
         """Wait until the lanes are idle, or as long as is fair."""
-        end = time.monotonic() + max(LEAST_PATIENCE_S, SHARE * self._last_s)
-        while not self.is_free and time.monotonic() < end and not all(lane.is_idle() for lane in self._lanes):
-            self._hurry.wait(POLL_S)
+        end, pause_s = time.monotonic() + max(LEAST_PATIENCE_S, SHARE * self._last_s), FIRST_POLL_S
+        while not self.is_free and time.monotonic() < end and not self._are_idle():
+            self._hurry.wait(pause_s)
+            pause_s = min(LAST_POLL_S, 1.5 * pause_s)
+
+    def _are_idle(self) -> bool:
+        return not self._is_wanted() and all(lane.is_idle() for lane in self._lanes)
 
     @contextmanager
     def moving(self) -> Iterator[None]:

@@ -231,7 +231,17 @@ def changed_weights(args: Args) -> Args:
         train(engine, 1, first=3)
         after = safe_get_full_fp32_param(params[name])
         found[f"{name} went on"] = bool(after.isfinite().all()) and 0 < (after - before).abs().max().item() < 0.1
+    with deepspeed.zero.GatheredParameters(params[found["names"][1]], modifier_rank=0):
+        params[found["names"][1]].data.add_(0.25)
+    engine.save_checkpoint(args["checkpoint"], tag="changed")  # before anybody has looked at the records
+    wanted = {n: safe_get_full_fp32_param(p).clone() for n, p in params.items()}
+    again = start(args)
+    again.load_checkpoint(args["checkpoint"])
+    loaded = {n: safe_get_full_fp32_param(p) for n, p in again.module.named_parameters()}
+    found["saved and loaded"] = all(torch.equal(loaded[n], wanted[n]) for n in wanted)
+    found["one training"] = train(engine, 2, first=4) == train(again, 2, first=4)
     engine.destroy()
+    again.destroy()
     return found
 
 

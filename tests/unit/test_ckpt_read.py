@@ -59,6 +59,9 @@ def test_the_generator_makes_all_kinds_of_records(tmp_path):
     plain = save(tmp_path, usual(strange=0.5), "plain")
     records = [record for shard in Reader(plain.folder).shards for record in shard.records]
     assert any(record.split and record.nbytes != read.form_of(record).nbytes for record in records)
+    changed = save(tmp_path, usual(changed=("block.0.w",)), "changed")
+    records = [record for shard in Reader(changed.folder).shards for record in shard.records]
+    assert any(record.changed for record in records)
 
 
 def test_few_files_stay_open(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from mlpo_hpc.checkpoint import folder as folders
+from mlpo_hpc.checkpoint.copy_on_write import CopyOnWrite
 from mlpo_hpc.checkpoint.manifest import Manifest, PieceEntry, RecordEntry
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.checkpoint.write import ShardWriter
@@ -78,8 +80,8 @@ def save(directory, tag, value, save_latest=True):
     for rank in range(NUM_RANKS):
         writer = ShardWriter(folder, rank, f"{value:08x}")
         vectors = np.full(2 * 1008, value, np.float32)  # master weights and one moment, each on a cache line
-        chunks = writer.add(memoryview(np.resize(vectors.view(np.uint8), 8192)))
-        weights = writer.add(memoryview(np.full(NUMEL, value, np.float32).view(np.uint8)))
+        chunks = writer.add(CopyOnWrite(partial(memoryview, np.resize(vectors.view(np.uint8), 8192))))
+        weights = writer.add(CopyOnWrite(partial(memoryview, np.full(NUMEL, value, np.float32).view(np.uint8))))
         record = RecordEntry(
             numel=NUMEL,
             vectors=("exp_avg",),

@@ -1,0 +1,164 @@
+"""One rank's part in a checkpoint: what an update changes is saved as it was, whenever the update comes."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import xxhash
+
+from mlpo_hpc.checkpoint import write
+from mlpo_hpc.checkpoint.copy_on_write import CopyOnWrite
+from mlpo_hpc.checkpoint.manifest import RecordEntry, Shard
+from mlpo_hpc.checkpoint.save import Outline, Save
+from mlpo_hpc.checkpoint.write import ShardWriter
+from mlpo_hpc.errors import StorageTimeout
+from mlpo_hpc.storage.pace import Pace
+
+NUM_SUBGROUPS, PIECE, WAIT_S = 3, 4096, 30.0
+SIZES = (3 * PIECE, 2 * PIECE + 100)  # weights and state of a subgroup
+
+
+class Gate(Pace):
+    """Lets pieces through one by one."""
+
+    def __init__(self, is_free):
+        super().__init__()
+        self._is_free = is_free
+        self.may = threading.Semaphore(0)
+        self.done = threading.Semaphore(0)
+
+    @contextmanager
+    def moving(self):
+        assert self.may.acquire(timeout=WAIT_S)
+        yield
+        self.done.release()
+
+    @property
+    def is_free(self):
+        return self._is_free
+
+    def let(self, pieces):
+        for _ in range(pieces):
+            self.may.release()
+            assert self.done.acquire(timeout=WAIT_S)
+
+    def open(self):
+        self.may.release(10**6)
+
+
+class Held:
+    """Stands in for a seal of state that is in host memory alone."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def close(self):
+        self.memory = {}
+
+
+class Scene:
+    """A rank whose weights and state are of one value a subgroup, and its save in a thread."""
+
+    def __init__(self, folder, monkeypatch, copies, past_cache=False):
+        monkeypatch.setattr(write, "CHUNK_BYTES", PIECE)
+        self.live = [
+            [np.full(nbytes, 10 * subgroup + number, np.uint8) for number, nbytes in enumerate(SIZES)]
+            for subgroup in range(NUM_SUBGROUPS)
+        ]
+        self.gate = Gate(is_free=not past_cache)
+        records = [
+            RecordEntry(
+                numel=1, vectors=(), pieces=(), split=False, nbytes=SIZES[1], chunks=(), weights=(), scalars=None
+            )
+        ] * NUM_SUBGROUPS
+        weights = [CopyOnWrite(lambda data=data: data.data) for data, _ in self.live]
+        seal = Held({subgroup: state.data for subgroup, (_, state) in enumerate(self.live)})
+        writer = ShardWriter(folder, 0, "0000000a", self.gate)
+        outline = Outline(records, [], [2, 0, 1], {}, {})
+        self.save = Save(writer, outline, seal, weights, lambda s, data: (data[0],), [], [], copies, {})
+        self.folder = folder
+        self.thread = threading.Thread(target=self.save.run)
+        self.thread.start()
+
+    def update(self):
+        """As a step does, subgroup by subgroup."""
+        for subgroup in (2, 0, 1):
+            self.save.wait_safe(subgroup, WAIT_S)
+            for data in self.live[subgroup]:
+                data[:] = 255
+
+    def saved(self):
+        """What became of it: values of weights and state."""
+        self.gate.open()
+        self.thread.join(WAIT_S)
+        (file,) = self.folder.glob("shard-*")
+        return [
+            (record.changed, self._read(record.weights), self._read(record.chunks))
+            for record in Shard.model_validate_json(file.read_bytes()).records
+        ]
+
+    def _read(self, chunks):
+        data = b""
+        for chunk in chunks:
+            bytes_ = (self.folder / chunk.file).read_bytes()[chunk.offset : chunk.offset + chunk.nbytes]
+            assert xxhash.xxh3_64_hexdigest(bytes_) == chunk.checksum
+            data += bytes_
+        return sorted(set(data)), len(data)
+
+
+TRUTH = [
+    ((10 * subgroup,), ([10 * subgroup], SIZES[0]), ([10 * subgroup + 1], SIZES[1]))
+    for subgroup in range(NUM_SUBGROUPS)
+]
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+@pytest.mark.parametrize("pieces", range(NUM_SUBGROUPS * 6 + 1))
+def test_an_update_at_any_moment_changes_nothing_that_is_saved(tmp_path, monkeypatch, pieces, past_cache):
+    """By copies: it never waits for storage."""
+    scene = Scene(tmp_path, monkeypatch, copies=True, past_cache=past_cache)
+    scene.gate.let(pieces)
+    scene.update()
+    assert scene.saved() == TRUTH
+
+
+@pytest.mark.parametrize("pieces", [0, 4, 11, 18])
+def test_without_memory_to_spare_an_update_waits(tmp_path, monkeypatch, pieces):
+    scene = Scene(tmp_path, monkeypatch, copies=False)
+    scene.gate.let(pieces)
+    if pieces < 6:
+        with pytest.raises(StorageTimeout, match="the checkpoint does not get on"):
+            scene.save.wait_safe(2, 0.01)
+    training = threading.Thread(target=scene.update)
+    training.start()
+    assert scene.saved() == TRUTH
+    training.join(WAIT_S)
+    assert not training.is_alive()
+
+
+def test_an_update_that_comes_when_the_save_has_failed_does_not_wait(tmp_path, monkeypatch):
+    scene = Scene(tmp_path, monkeypatch, copies=False)
+    monkeypatch.setattr(ShardWriter, "_move", lambda self, piece: 1 / 0)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    scene.gate.open()
+    scene.update()
+    scene.thread.join(WAIT_S)
+    assert list(tmp_path.glob("*-0000000a.*")) == []
+
+
+def test_what_is_a_copy_already_is_not_copied_again():
+    data, fetched = np.arange(8, dtype=np.uint8), []
+
+    def fetch():
+        fetched.append(1)
+        return data.copy().data
+
+    own = CopyOnWrite(fetch, is_live=False)
+    own.before_change(WAIT_S)
+    own.before_change(WAIT_S)
+    data[:] = 0
+    with own.reading() as view:
+        assert (bytes(view), fetched) == (bytes(range(8)), [1])
