@@ -208,8 +208,8 @@ class Save:
         if self._bounce is None or self._bounce.nbytes < lying.nbytes:
             self._bounce = Buffer(lying.nbytes)
         view = self._bounce.view(lying.nbytes)
-        self._paces[lying.tier].wait()
-        self._tiers[lying.tier].reads.move(lying.slot, view, f"subgroup {subgroup}", lying.checksum)
+        with self._paces[lying.tier].moving():
+            self._tiers[lying.tier].reads.move(lying.slot, view, f"subgroup {subgroup}", lying.checksum)
         if lying.checksum is None:
             return self._writer.add(CopyOnWrite(lambda: view))
         return (self._writer.add_whole(view, lying.checksum),)

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mlpo_hpc.engine.update import BoundState
     from mlpo_hpc.state.store import Store
 
-WEIGHT_BYTES = 4
-"""Of a 16-bit weight at most: with fp32 there are such models."""
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
@@ -81,11 +79,11 @@ class OwnCheckpoint:
         for left in list(self._opened):  # by a debug call
             self._give_back(left, dirty=True)
         tiers, numels = self._store.pipeline.tiers, self._state.numels
-        lanes = self._store.lanes_of_device(folder) if background else []
+        lanes, is_wanted = self._store.lanes_of_device(folder) if background else [], self._store.pipeline.is_stepping
         with ExitStack() as undoing:
             for file in files.values():
                 undoing.callback(file.undo)
-            writer = ShardWriter(folder, rank, unique, Pace(lanes, self._store.pipeline.is_stepping))
+            writer = ShardWriter(folder, rank, unique, Pace(lanes, is_wanted))
             undoing.callback(writer.remove)
             linked = {number: files[tier.name] for number, tier in enumerate(tiers) if tier.name in files}
             writer.adopted += [file.path.name for file in linked.values() if file.is_ours]
@@ -95,8 +93,9 @@ class OwnCheckpoint:
         records = [self._outline(subgroup, seal.sizes[subgroup]) for subgroup in range(len(numels))]
         pieces = [PieceEntry(**vars(piece)) for piece in self._contents.pieces]
         outline = Outline(records, pieces, self._next_order(), **small)
-        paces = [Pace([tier.reads] if background else [], self._store.pipeline.is_stepping) for tier in tiers]
-        copies = background and self._can_copy(sum(numels) * WEIGHT_BYTES + sum(map(len, seal.memory.values())))
+        paces = [Pace([tier.reads] if background else [], is_wanted, takes_turn=False) for tier in tiers]
+        weight_bytes = sum(flat.nbytes for flat in self.fp16_partitioned_groups_flat)  # type: ignore[attr-defined]
+        copies = background and self._can_copy(weight_bytes + sum(map(len, seal.memory.values())))
         weights = [self._weights_of(subgroup) for subgroup in range(len(numels))]
         return Save(writer, outline, seal, weights, self._state.records.changes(), tiers, paces, copies, linked)
 

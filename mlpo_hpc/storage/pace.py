@@ -11,7 +11,8 @@ from mlpo_hpc.storage.lane import Lane
 
 SHARE = 50
 """A lane that is busy all the time gives up one part in so many, so that the other traffic comes to an end too."""
-LEAST_PATIENCE_S = 0.5
+LEAST_PATIENCE_S = 5.0
+"""A shorter time that a lane is busy is its own."""
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
 """Between two looks: looking takes time of a processor that training wants."""
 
@@ -25,11 +26,16 @@ class Pace:
         Those whose device it uses; none: nothing holds it up.
     is_wanted : callable, optional
         Whether somebody has more to ask of them soon, though nothing is asked now.
+    takes_turn : bool
+        Whether it takes the turn on their devices; not where what it moves goes through them.
     """
 
-    def __init__(self, lanes: Sequence[Lane] = (), is_wanted: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, lanes: Sequence[Lane] = (), is_wanted: Callable[[], bool] = lambda: False, takes_turn: bool = True
+    ) -> None:
         self._lanes = list(lanes)
         self._is_wanted = is_wanted
+        self._takes_turn = takes_turn
         self._last_s = LEAST_PATIENCE_S / SHARE
         self._hurry = threading.Event()
 
@@ -54,11 +60,11 @@ class Pace:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Move some bytes, in the turn of this rank."""
+        """Move some bytes."""
         self.wait()
         begin = time.monotonic()
         with ExitStack() as turns:
-            for lane in self._lanes:
+            for lane in self._lanes if self._takes_turn else ():
                 turns.enter_context(lane.turn())
             yield
         self._last_s = time.monotonic() - begin
