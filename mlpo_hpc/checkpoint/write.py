@@ -178,4 +178,5 @@ class ShardWriter:
 
 def _is_aligned(piece: memoryview) -> bool:
     """Whether it can be moved without the page cache."""
-    return not (len(piece) % ALIGNMENT_BYTES or np.frombuffer(piece, np.uint8).ctypes.data % ALIGNMENT_BYTES)
+    address, _ = np.frombuffer(piece, np.uint8).__array_interface__["data"]
+    return not (len(piece) % ALIGNMENT_BYTES or address % ALIGNMENT_BYTES)

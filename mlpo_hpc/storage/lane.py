@@ -30,6 +30,8 @@ class Job:
     expected: int | None
     """Checksum to find when reading; None: do not look."""
     done: Callable[[int | None, BaseException | None], None]
+    is_usual: bool = True
+    """Whether it is of an update: the rate of these is what the next one is planned with."""
 
 
 class Lane:
@@ -84,7 +86,7 @@ class Lane:
             self._turn.leave()
 
     def move(self, slot: int, view: memoryview, label: str, expected: int | None) -> None:
-        """Move a chunk from any thread but the lane's own, and wait for it.
+        """Move a chunk that no update asks for, from any thread but the lane's own, and wait for it.
 
         Raises
         ------
@@ -97,7 +99,7 @@ class Lane:
             found.append(error)
             moved.set()
 
-        self.submit(Job(slot, view, label, expected, done))
+        self.submit(Job(slot, view, label, expected, done, is_usual=False))
         while not moved.wait(JOIN_S):
             if self._cancelled.is_set():
                 raise MlpoError("the offload engine is closed")
@@ -134,7 +136,7 @@ class Lane:
         raise NotImplementedError
 
     def _transfer(self, call: Callable[[int, memoryview], None], job: Job) -> None:
-        with self.meter.serving(job.view.nbytes):
+        with self.meter.serving(job.view.nbytes, job.is_usual):
             self.meter.waited(self._turn.enter())
             try:
                 with self.meter.moving(job.view.nbytes):

@@ -104,18 +104,25 @@ class Meter:
             self.backlog_bytes += nbytes
 
     @contextmanager
-    def serving(self, nbytes: int) -> Iterator[None]:
-        """A thread has a chunk in hand: it waits for its turn, then moves it."""
-        with self._lock:
-            self._serving.enter(time.perf_counter())
+    def serving(self, nbytes: int, is_usual: bool = True) -> Iterator[None]:
+        """A thread has a chunk in hand: it waits for its turn, then moves it.
+
+        What is not usual, in threads and traffic beside it, does not tell how fast the usual will be: `recent_bps`
+        leaves it out.
+        """
+        if is_usual:
+            with self._lock:
+                self._serving.enter(time.perf_counter())
         try:
             yield
         finally:
             now = time.perf_counter()
             with self._lock:
-                self._serving.leave(now)
-                self._served = _Served(self._serving.seconds(now), self._nbytes, self._served.chunks + 1)
                 self.backlog_bytes -= nbytes
+                if is_usual:
+                    before = self._served
+                    self._serving.leave(now)
+                    self._served = _Served(self._serving.seconds(now), before.nbytes + nbytes, before.chunks + 1)
 
     def begin_step(self) -> None:
         """From now on `recent_bps` looks back to the beginning of the step before, or further if too little moved."""
