@@ -50,8 +50,8 @@ def host_bytes(job: Job) -> dict[str, float]:
 def least_state_bytes(job: Job, policy: Policy) -> int:
     """Host memory of one node for state with which every step can finish."""
     items = job.items / job.machine.gpus / job.num_subgroups
-    sizes = [int(policy.read_bytes * items)] * job.num_subgroups
-    scratch_bytes = max(GRADIENT_BYTES, policy.scratch_bytes) * items
+    sizes = [int(FP32_BYTES * items)] * job.num_subgroups  # a record may have to grow to that
+    scratch_bytes = max(GRADIENT_BYTES, policy.scratch_bytes) * policy.scratch_items(items)
     return job.machine.gpus * least_host_bytes(sizes, int(scratch_bytes), bool(job.machine.tiers))
 
 
