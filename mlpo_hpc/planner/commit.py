@@ -71,7 +71,8 @@ def hold(forecast: Forecast, shares: Mapping[str, float], items: float) -> Holdi
         Parameters whose state the node has.
     """
     state_bytes = OURS.read_bytes * items
-    memory_bytes = state_bytes - sum(moved["write"] for moved in forecast.moved_bytes.values())
+    written_bytes = sum(moved["write"] for moved in forecast.moved_bytes.values())
+    memory_bytes = max(0.0, state_bytes - written_bytes)  # some of what was written may be of the step before
     total = sum(shares.values())
     return Holding(items, memory_bytes, {tier: state_bytes * share / total for tier, share in shares.items()})
 

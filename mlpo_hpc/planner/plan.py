@@ -168,26 +168,38 @@ def _checkpoint_problems(commit: Commit, upkeep: Upkeep) -> list[str]:
 
 
 def _checkpoint_warnings(job: Job, commit: Commit, upkeep: Upkeep) -> list[str]:
-    found, needed, fits = [], commit.manners[upkeep.commit].iterations, upkeep.has_room_for(upkeep.least_count)
+    found, needed = [], commit.manners[upkeep.commit].iterations
     if job.machine.nodes > 1 and not target_of(job.machine.tiers).shared:
         found.append("no tier is shared, and checkpoints need a directory that all nodes see: give it as a tier too")
     if upkeep.every is not None and upkeep.every < needed:
         found.append(
             f"a checkpoint is committed within {needed} iterations: one every {upkeep.every} waits for the one before"
         )
-    if fits and not upkeep.has_room_for(upkeep.most_count):
+    if upkeep.has_room_for(upkeep.least_count):
+        found += _space_warnings(commit, upkeep)
+    return found + (_background_warnings(job, commit) if upkeep.commit == "background" else [])
+
+
+def _space_warnings(commit: Commit, upkeep: Upkeep) -> list[str]:
+    found = []
+    if not upkeep.has_room_for(upkeep.most_count):
         found.append(
             f"{commit.tier} has no room for {upkeep.most_count} checkpoints: the oldest goes before the new one is "
             "committed"
         )
-    if fits and upkeep.full_days is not None:
+    if upkeep.full_days is not None:
         found.append(f"{commit.tier} is full of checkpoints that stay after {upkeep.full_days:,.1f} days of training")
-    if upkeep.commit == "background" and not commit.can_copy:
+    return found
+
+
+def _background_warnings(job: Job, commit: Commit) -> list[str]:
+    found = []
+    if not commit.can_copy:
         found.append(
             "host memory has no room for a copy of what the next update changes: with each checkpoint that update "
             "waits until it is written"
         )
-    if upkeep.commit == "background" and not fits_in_memory(job, OURS) and not _has_room_twice(job):
+    if not fits_in_memory(job, OURS) and not _has_room_twice(job):
         found.append("the tiers have no room for old and new state: updates wait while a checkpoint is copied")
     return found
 

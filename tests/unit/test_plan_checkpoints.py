@@ -48,6 +48,8 @@ def test_what_is_where():
     assert HOLDING.tier_bytes == {"nvme": 20 * GB, "pfs": 10 * GB}
     assert [HOLDING.sealed_bytes(tier) for tier in ("nvme", "pfs")] == [8 * GB, 4 * GB]
 
+    assert hold(FORECAST, {"nvme": 1}, 1.7e9).memory_bytes == 0, "less than what is written: of two steps"
+
 
 def test_a_checkpoint_that_training_waits_for():
     """Weights 6, memory 12, and of what is on nvme alone 12, at 2 GB/s; 6 GB lie beside the checkpoint already."""
@@ -146,6 +148,24 @@ def test_the_measured_checkpoints_are_predicted(case):
     assert beside.slowed_s / forecast.iteration_s < measured["stall"]["min"], "storage is not all of it"
     numel = MACHINE["conditions"]["blocks"] * 8 * MACHINE["conditions"]["hidden"] ** 2
     assert made.nbytes / numel == pytest.approx(measured["bytes_per_parameter"], rel=0.01)
+
+
+ROWS = {"shared": "all tiers shared", "node_local": "first tier node-local"}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_the_docs_say_what_is_predicted(case):
+    measured, (forecast, made) = MEASURED["cases"][case], predicted(case)
+    beside = made.manners["background"]
+    committed_s = beside.iterations * forecast.iteration_s + beside.slowed_s
+    cells = (
+        ROWS[case],
+        f"{beside.iterations} / {measured['committed_within_iterations']['median']:.0f} iterations",
+        f"{committed_s:.3g} / {measured['committed_s']['median']:.3g} s",
+        f"{beside.slowed_s / forecast.iteration_s:.1%} / {measured['stall']['median']:.1%}",
+        f"{measured['stall_by_phase']['update_s']:.1%}",
+    )
+    assert f"| {' | '.join(cells)} |" in (BENCH.parent / "plan.md").read_text()
 
 
 # ---- many of them -------------------------------------------------------------------------
