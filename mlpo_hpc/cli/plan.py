@@ -13,6 +13,7 @@ from mlpo_hpc.errors import ConfigError, MlpoError
 if TYPE_CHECKING:
     from mlpo_hpc.planner.job import Job
     from mlpo_hpc.planner.machine import PlanTier
+    from mlpo_hpc.planner.upkeep import Schedule
 
 EXAMPLES = """
 \b
@@ -20,6 +21,7 @@ Examples:
   mlpo plan llama-3-70b --nodes 4 --tier nvme=6.9/5.3,half,capacity=3.84TB --tier pfs=3.6/3.6,shared,total=100
   mlpo plan ./model/config.json --probe probe.json      from srun -N1 -n4 mlpo probe nvme=... pfs=... --json
   mlpo plan 40B --probe probe.json --tier nvme,capacity=3.84TB --node-memory 512GiB --accumulation 8 --json
+  mlpo plan 13B --probe probe.json --tier pfs,capacity=20TB --checkpoint-every 30min --commit background --keep-last 3
   mlpo plan --published                                 how well published runs are predicted
   mlpo plan --against bench.json                        how well what mlpo bench --json wrote is
 """
@@ -65,6 +67,16 @@ def _size(_: click.Context, __: click.Parameter, text: str | None) -> int | None
     "--accumulation", type=click.IntRange(1), default=1, show_default=True, help="Micro-batches an iteration."
 )
 @click.option("--sub-group-size", type=click.FloatRange(1), default=1e8, show_default=True, help="Parameters.")
+@click.option("--checkpoint-every", metavar="N|Nmin", help="Iterations or minutes from one checkpoint to the next.")
+@click.option(
+    "--commit",
+    type=click.Choice(["wait", "background"]),
+    default="wait",
+    show_default=True,
+    help="As checkpoint.commit of the configuration.",
+)
+@click.option("--keep-last", type=click.IntRange(1), help="As checkpoint.keep_last.  [default: all stay]")
+@click.option("--keep-every", type=click.IntRange(1), help="As checkpoint.keep_every.")
 @click.option(
     "--weak-scaling", type=click.Path(dir_okay=False), metavar="PNG", help="Draw 1 to 1024 such nodes instead."
 )
@@ -93,6 +105,7 @@ def plan(
         if model is None:
             _tell_comparisons(published, against, as_json)
             return
+        schedule = _schedule(**wishes)
         job = _job(model, _tiers(specs, probe), **wishes)
         if weak_scaling is not None:
             _tell_weak_scaling(job, weak_scaling, as_json)
@@ -101,7 +114,7 @@ def plan(
         raise click.UsageError(str(error)) from error
     except (MlpoError, OSError, UnicodeDecodeError) as error:
         raise click.ClickException(str(error)) from error
-    _tell_plan(job, as_json)
+    _tell_plan(job, schedule, as_json)
 
 
 def _tiers(specs: tuple[str, ...], probe: TextIO | None) -> tuple[PlanTier, ...]:
@@ -132,11 +145,19 @@ def _job(model: str, tiers: tuple[PlanTier, ...], **wishes: Any) -> Job:
     return Job(find_model(model), machine, **sizes, host_bytes=wishes["host_memory"], sub_group_size=size)
 
 
-def _tell_plan(job: Job, as_json: bool) -> None:
+def _schedule(**wishes: Any) -> Schedule:
+    from mlpo_hpc.planner.upkeep import Schedule, read_interval
+
+    every = wishes["checkpoint_every"]
+    interval = {} if every is None else read_interval(every)
+    return Schedule(**interval, **{name: wishes[name] for name in ("commit", "keep_last", "keep_every")})
+
+
+def _tell_plan(job: Job, schedule: Schedule, as_json: bool) -> None:
     from mlpo_hpc.planner.plan import make_plan
     from mlpo_hpc.planner.table import show
 
-    made = make_plan(job)
+    made = make_plan(job, schedule=schedule)
     if as_json:
         click.echo(json.dumps(made.plain(), indent=1))
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 
@@ -14,7 +14,7 @@ class Held:
     coming: set[int] = field(default_factory=set)
     """Being read; their memory is taken."""
     newer: set[int] = field(default_factory=set)
-    """Present, and not yet on a tier as they are."""
+    """Present, and not yet on a tier as they are or will be."""
     writing: set[int] = field(default_factory=set)
     """Those of them whose write was asked for."""
     in_use: bool = False
@@ -22,7 +22,7 @@ class Held:
     @property
     def spare(self) -> set[int]:
         """Chunks whose memory can be had."""
-        return set() if self.in_use else self.present - self.newer
+        return self.present - self.newer
 
 
 class Host:
@@ -84,15 +84,18 @@ class Host:
         self._held[subgroup].present.add(chunk)
 
     def use(self, subgroup: int) -> None:
-        """Its update begins."""
-        self._held[subgroup].in_use = True
-
-    def put(self, subgroup: int, kept: bool) -> None:
-        """It was updated: all of it is newer than what the tiers have, and is written if it is not kept."""
+        """Its update begins: all of it will be newer than what the tiers have."""
         held = self._held[subgroup]
-        held.in_use = False
+        held.in_use = True
         held.newer = set(held.present)
-        held.writing = set() if kept else set(held.present)
+
+    def write(self, subgroup: int, chunks: Iterable[int]) -> None:
+        """Chunks of it that will not change any more are on their way to the tiers."""
+        self._held[subgroup].writing.update(chunks)
+
+    def put(self, subgroup: int) -> None:
+        """It was updated."""
+        self._held[subgroup].in_use = False
 
     def settle(self, subgroup: int, chunk: int) -> None:
         """A chunk was written."""

@@ -1,4 +1,4 @@
-"""Memory that a job needs on an accelerator and on a node, room on its tiers, and the size of a checkpoint."""
+"""Memory that a job needs on an accelerator and on a node, and room on its tiers."""
 
 from __future__ import annotations
 
@@ -49,10 +49,25 @@ def host_bytes(job: Job) -> dict[str, float]:
 
 def least_state_bytes(job: Job, policy: Policy) -> int:
     """Host memory of one node for state with which every step can finish."""
+    have_tiers = bool(job.machine.tiers)
+    return job.machine.gpus * least_host_bytes(_sizes(job), _scratch_bytes(job, policy), have_tiers)
+
+
+def fits_in_memory(job: Job, policy: Policy) -> bool:
+    """Whether host memory for state holds all of it, so that no tier is used."""
+    return job.state_host_bytes >= job.machine.gpus * least_host_bytes(_sizes(job), _scratch_bytes(job, policy), False)
+
+
+def _sizes(job: Job) -> list[int]:
+    """Records of one rank, at their largest: that is what there must be room for."""
     items = job.items / job.machine.gpus / job.num_subgroups
-    sizes = [int(policy.read_bytes * items)] * job.num_subgroups
-    scratch_bytes = max(GRADIENT_BYTES, policy.scratch_bytes) * items
-    return job.machine.gpus * least_host_bytes(sizes, int(scratch_bytes), bool(job.machine.tiers))
+    return [int(FP32_BYTES * items)] * job.num_subgroups
+
+
+def _scratch_bytes(job: Job, policy: Policy) -> int:
+    """Host memory of one rank for what is updated at once."""
+    items = policy.scratch_items(job.items / job.machine.gpus / job.num_subgroups)
+    return int(max(GRADIENT_BYTES, policy.scratch_bytes) * items)
 
 
 def stored_bytes(job: Job, policy: Policy) -> float:
@@ -78,15 +93,3 @@ def fitting_weights(job: Job, policy: Policy, weights: Sequence[float]) -> list[
         return None if slots is None else [float(count) for count in slots]
     wanted = [PARTS * weight / sum(weights) for weight in weights]
     return list(weights) if all(part <= limit for part, limit in zip(wanted, limits, strict=True)) else None
-
-
-def checkpoint_bytes(job: Job) -> float:
-    """DeepSpeed's files of all ranks: fp32 state, and the weights in 16 bits."""
-    return (FP32_BYTES + WEIGHT_BYTES) * job.model.numel
-
-
-def checkpoint_s(job: Job) -> float:
-    """Seconds that a checkpoint takes at least: every node writes its part to the shared tier, else to the first."""
-    tiers = job.machine.local_tiers
-    target = next((tier for tier in tiers if tier.shared), tiers[0])
-    return checkpoint_bytes(job) / job.machine.nodes / target.write_bps

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mlpo_hpc.planner.commit import Commit, foresee_commit, hold, target_of
 from mlpo_hpc.planner.job import Job
 from mlpo_hpc.planner.machine import PlanTier
 from mlpo_hpc.planner.needs import (
-    checkpoint_bytes,
-    checkpoint_s,
+    fits_in_memory,
     fitting_weights,
     gpu_bytes,
     host_bytes,
@@ -18,14 +18,12 @@ from mlpo_hpc.planner.needs import (
     room_bytes,
     stored_bytes,
 )
-from mlpo_hpc.planner.policy import FP32_BYTES, MLP, OURS, ZERO3, Policy
+from mlpo_hpc.planner.policy import MLP, OURS, ZERO3, Policy
 from mlpo_hpc.planner.simulate import Forecast, simulate, weights_of
+from mlpo_hpc.planner.upkeep import Schedule, Upkeep, foresee_upkeep
+from mlpo_hpc.planner.wear import DAY_S, Wear
 
 SYSTEMS = (ZERO3, MLP, OURS)
-DAY_S = 86400
-RATED_DRIVE_WRITES = 1.0
-"""A day, in units of its capacity: drives for data centres are rated for 1 to 3, for five years."""
-RATED_DAYS = 5 * 365
 TIGHT = 0.9
 """Part of an accelerator's memory above which what is not modelled may not fit."""
 WORTH = 1.02
@@ -49,22 +47,6 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class Wear:
-    """What the training does to the drives of a node."""
-
-    tier: str
-    written_bytes: float
-    """A day."""
-    drive_writes: float | None
-    """A day, in units of the capacity; None: that is not known."""
-
-    @property
-    def rated_days(self) -> float | None:
-        """Until all writes are used up that a drive of one drive-write a day is rated for."""
-        return RATED_DAYS * RATED_DRIVE_WRITES / self.drive_writes if self.drive_writes else None
-
-
-@dataclass(frozen=True)
 class Plan:
     """All that is known about a job before it runs."""
 
@@ -75,8 +57,9 @@ class Plan:
     """By system, those whose state has room."""
     wear: list[Wear]
     """Of ours."""
-    checkpoint_bytes: float
-    checkpoint_s: float
+    commit: Commit | None
+    """A checkpoint of ours; None, as the next: its state has no room."""
+    upkeep: Upkeep | None
     problems: list[str]
     """Why it does not fit."""
     warnings: list[str]
@@ -98,7 +81,7 @@ class Plan:
             "host_bytes": self.host_bytes,
             "systems": {name: _plain_outlook(outlook) for name, outlook in self.outlooks.items()},
             "wear": [{**asdict(wear), "rated_days": wear.rated_days} for wear in self.wear],
-            "checkpoint": {"bytes": self.checkpoint_bytes, "least_s": self.checkpoint_s},
+            "checkpoint": _plain_checkpoint(self.commit, self.upkeep) if self.commit and self.upkeep else None,
             "advice": [{"what": what, "gain": gain} for what, gain in self.advice],
         }
 
@@ -113,6 +96,11 @@ def _plain_outlook(outlook: Outlook) -> dict[str, Any]:
     }
 
 
+def _plain_checkpoint(commit: Commit, upkeep: Upkeep) -> dict[str, Any]:
+    fits = upkeep.has_room_for(upkeep.least_count)
+    return {**asdict(commit), "upkeep": {**asdict(upkeep), "fits": fits, "full_days": upkeep.full_days}}
+
+
 def foresee(job: Job, policy: Policy) -> Outlook | None:
     """Simulate a job under a policy; None if its state has no room on the tiers."""
     tiers = job.machine.local_tiers
@@ -125,7 +113,7 @@ def foresee(job: Job, policy: Policy) -> Outlook | None:
     return Outlook(policy, forecast, stored, job.text_tokens / forecast.iteration_s)
 
 
-def make_plan(job: Job, systems: Sequence[Policy] = SYSTEMS) -> Plan:
+def make_plan(job: Job, systems: Sequence[Policy] = SYSTEMS, schedule: Schedule | None = None) -> Plan:
     """Plan a job; ours is what is checked, warned of and improved, the other systems are for comparison.
 
     Parameters
@@ -134,24 +122,92 @@ def make_plan(job: Job, systems: Sequence[Policy] = SYSTEMS) -> Plan:
         With at least one tier.
     systems : sequence of Policy
         Those to simulate; ours among them.
+    schedule : Schedule, optional
+        Of its checkpoints.
     """
+    schedule = schedule or Schedule()
     on_gpu, on_host = gpu_bytes(job), host_bytes(job)
     found = {policy.name: foresee(job, policy) for policy in systems}
     outlooks = {name: outlook for name, outlook in found.items() if outlook is not None}
     ours = outlooks.get(OURS.name)
-    wear = _wear(job, ours) if ours else []
-    return Plan(
-        job,
-        on_gpu,
-        on_host,
-        outlooks,
-        wear,
-        checkpoint_bytes(job),
-        checkpoint_s(job),
-        _problems(job, sum(on_gpu.values()), sum(on_host.values()), ours),
-        _warnings(job, sum(on_gpu.values()), wear),
-        _advice(job, ours) if ours else [],
-    )
+    commit = _commit(job, ours, sum(on_host.values())) if ours else None
+    upkeep = _upkeep(job, ours, commit, schedule) if ours and commit else None
+    wear = _wear(job, ours, upkeep) if ours and upkeep else []
+    problems = _problems(job, sum(on_gpu.values()), sum(on_host.values()), ours)
+    warnings = _warnings(job, sum(on_gpu.values()), wear)
+    if commit and upkeep and schedule.is_asked:
+        problems += _checkpoint_problems(commit, upkeep)
+        warnings += _checkpoint_warnings(job, commit, upkeep)
+    advice = _advice(job, ours) if ours else []
+    return Plan(job, on_gpu, on_host, outlooks, wear, commit, upkeep, problems, warnings, advice)
+
+
+def _commit(job: Job, ours: Outlook, on_host: float) -> Commit:
+    holding = hold(ours.forecast, {} if fits_in_memory(job, OURS) else ours.tier_bytes, job.items)
+    machine = job.machine
+    return foresee_commit(ours.forecast, machine.local_tiers, holding, machine.nodes, machine.node_bytes - on_host)
+
+
+def _upkeep(job: Job, ours: Outlook, commit: Commit, schedule: Schedule) -> Upkeep:
+    target, nodes = target_of(job.machine.tiers), job.machine.nodes
+    room = None
+    if target.capacity_bytes is not None and (target.shared or nodes == 1):
+        room = target.capacity_bytes - nodes * ours.tier_bytes[target.name]
+    return foresee_upkeep(schedule, commit, ours.forecast.iteration_s, room)
+
+
+def _checkpoint_problems(commit: Commit, upkeep: Upkeep) -> list[str]:
+    count = upkeep.least_count
+    if upkeep.has_room_for(count):
+        return []
+    return [
+        f"{count} checkpoints, the one in the making too, need {count * commit.nbytes / 1e9:,.0f} GB on {commit.tier}, "
+        f"which has room for {max(0.0, upkeep.room_bytes or 0.0) / 1e9:,.0f} beside state: keep fewer, or "
+        "save on another file system"
+    ]
+
+
+def _checkpoint_warnings(job: Job, commit: Commit, upkeep: Upkeep) -> list[str]:
+    found, needed = [], commit.manners[upkeep.commit].iterations
+    if job.machine.nodes > 1 and not target_of(job.machine.tiers).shared:
+        found.append("no tier is shared, and checkpoints need a directory that all nodes see: give it as a tier too")
+    if upkeep.every is not None and upkeep.every < needed:
+        found.append(
+            f"a checkpoint is committed within {needed} iterations: one every {upkeep.every} waits for the one before"
+        )
+    if upkeep.has_room_for(upkeep.least_count):
+        found += _space_warnings(commit, upkeep)
+    return found + (_background_warnings(job, commit) if upkeep.commit == "background" else [])
+
+
+def _space_warnings(commit: Commit, upkeep: Upkeep) -> list[str]:
+    found = []
+    if not upkeep.has_room_for(upkeep.most_count):
+        found.append(
+            f"{commit.tier} has no room for {upkeep.most_count} checkpoints: the oldest goes before the new one is "
+            "committed"
+        )
+    if upkeep.full_days is not None:
+        found.append(f"{commit.tier} is full of checkpoints that stay after {upkeep.full_days:,.1f} days of training")
+    return found
+
+
+def _background_warnings(job: Job, commit: Commit) -> list[str]:
+    found = []
+    if not commit.can_copy:
+        found.append(
+            "host memory has no room for a copy of what the next update changes: with each checkpoint that update "
+            "waits until it is written"
+        )
+    if not fits_in_memory(job, OURS) and not _has_room_twice(job):
+        found.append("the tiers have no room for old and new state: updates wait while a checkpoint is copied")
+    return found
+
+
+def _has_room_twice(job: Job) -> bool:
+    rooms = [room_bytes(tier, job.machine.nodes) for tier in job.machine.tiers]
+    known = [room for room in rooms if room is not None]
+    return len(known) < len(rooms) or sum(known) >= stored_bytes(job, OURS) + OURS.read_bytes * job.items
 
 
 def _problems(job: Job, on_gpu: float, on_host: float, ours: Outlook | None) -> list[str]:
@@ -183,25 +239,19 @@ def _problems(job: Job, on_gpu: float, on_host: float, ours: Outlook | None) -> 
 
 def _warnings(job: Job, on_gpu: float, wear: Sequence[Wear]) -> list[str]:
     found = []
-    if FP32_BYTES * job.items + least_state_bytes(job, OURS) < job.state_host_bytes:
+    if fits_in_memory(job, OURS):
         found.append('all state fits into host memory: "tiers": [] needs no storage, and nothing is faster')
     if TIGHT * job.machine.gpu_bytes < on_gpu <= job.machine.gpu_bytes:
         found.append("accelerator memory is tight: what drivers and allocators take is not counted")
-    for drive in wear:
-        if drive.drive_writes is not None and drive.drive_writes > RATED_DRIVE_WRITES:
-            found.append(
-                f"{drive.tier}: {drive.drive_writes:.0f} drive writes a day; a drive rated for one, over five years, "
-                f"is worn out after {drive.rated_days:.0f} days of training"
-            )
-    return found
+    return found + [drive.warning for drive in wear if drive.warning]
 
 
-def _wear(job: Job, outlook: Outlook) -> list[Wear]:
-    """Of each tier with drives of the node's own."""
+def _wear(job: Job, outlook: Outlook, upkeep: Upkeep) -> list[Wear]:
+    """Of each tier with drives of the node's own, by training and checkpoints together."""
     found = []
     for tier in job.machine.tiers:
         if not tier.shared:
-            written = outlook.written_a_day(tier.name)
+            written = outlook.written_a_day(tier.name) + upkeep.written_bytes.get(tier.name, 0.0)
             found.append(Wear(tier.name, written, written / tier.capacity_bytes if tier.capacity_bytes else None))
     return found
 

@@ -11,6 +11,8 @@ FP32_BYTES = 12
 """fp32 weight and two moments."""
 SPLIT_BYTES = 10
 GRADIENT_BYTES = 4
+PART_ITEMS = 2**20
+"""Parameters of one part of an update, as in `engine.records`."""
 FEW_CHUNKS = 4
 """Enough where a subgroup lies on one tier: in what pieces it moves there changes little."""
 
@@ -44,13 +46,20 @@ class Policy:
     gradients: Literal["stay", "backward", "update"] = "stay"
     """Whether 32-bit gradients are written to storage, and when."""
     scratch_bytes: int = 4
-    """Host memory for each parameter of the subgroup that is updated: its 32-bit gradient, decoded weights."""
+    """Host memory for each parameter of what is updated at once: its 32-bit gradient, decoded weights."""
+    early_share: float = 0.0
+    """Part of a record that is updated and written part by part, the rest being written with the last part; 0: a
+    subgroup is updated as a whole."""
     codec: bool = False
     """Whether state is decoded and encoded."""
     ratio: tuple[float, ...] | None = None
     """Of ``shares`` "ratio", by tier; None: of what they let pass, rounded."""
     permits: int | None = 1
     """Ranks of a node that use a tier at once; None: all."""
+
+    def scratch_items(self, subgroup_items: float) -> float:
+        """Parameters that are updated at once."""
+        return min(PART_ITEMS, subgroup_items) if self.early_share else subgroup_items
 
 
 ZERO3 = Policy(
@@ -91,7 +100,16 @@ PAPER = Policy(
     "alternate",
     "ratio",
     prefetch=1,
+    early_share=1.0,
 )
 OURS = Policy(
-    "ours", "this library as it is", SPLIT_BYTES, SPLIT_BYTES, "alternate", "bandwidth", scratch_bytes=8, codec=True
+    "ours",
+    "this library as it is",
+    SPLIT_BYTES,
+    SPLIT_BYTES,
+    "alternate",
+    "bandwidth",
+    scratch_bytes=8,
+    early_share=0.8,  # the moments; the lower halves of the weights are complete when all of them are
+    codec=True,
 )

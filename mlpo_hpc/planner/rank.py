@@ -7,6 +7,7 @@ sooner needs the room.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,15 +111,15 @@ class Rank:
             self._host.use(subgroup)
             self._position += 1
             self._read_ahead()
-            yield self._share.update_s
-            self._put(subgroup)
+            yield from self._change(subgroup)
         if not self._policy.across_steps:
             yield lambda: not self._in_flight
 
     def _room(self) -> int:
         """Chunks that memory holds: never less than one subgroup in use and one on its way."""
         policy, share = self._policy, self._share
-        memory_bytes = policy.memory_used * share.host_bytes - policy.scratch_bytes * share.subgroup_items
+        scratch_bytes = policy.scratch_bytes * policy.scratch_items(share.subgroup_items)
+        memory_bytes = policy.memory_used * share.host_bytes - scratch_bytes
         return max(2 * policy.chunks, int(memory_bytes / (policy.read_bytes * self._chunk_items)))
 
     def _plan(self, step: int) -> None:
@@ -164,16 +165,28 @@ class Rank:
 
     # ---- writing --------------------------------------------------------------------------
 
-    def _put(self, subgroup: int) -> None:
-        """A subgroup was updated: it stays in memory, or is written."""
-        kept = subgroup in self._keep
-        self._host.put(subgroup, kept)
+    def _change(self, subgroup: int) -> Process:
+        """Update it part by part, no more of them than there are chunks; it stays in memory, or is written."""
+        policy, share = self._policy, self._share
+        parts = min(policy.chunks, math.ceil(share.subgroup_items / policy.scratch_items(share.subgroup_items)))
+        kept, begun = subgroup in self._keep, 0
         if not kept:
             self._tiers[subgroup] = self._place()
-            nbytes = self._policy.written_bytes * self._chunk_items
-            for chunk, tier in enumerate(self._tiers[subgroup]):
-                self._move("write", tier, nbytes, partial(self._was_written, subgroup, chunk))
+        for part in range(1, parts + 1):
+            yield share.update_s / parts
+            final = policy.chunks if part == parts else int(policy.early_share * policy.chunks * part / parts)
+            if not kept:
+                self._write(subgroup, range(begun, final))
+            begun = final
+            self._read_ahead()
+        self._host.put(subgroup)
         self._read_ahead()
+
+    def _write(self, subgroup: int, chunks: range) -> None:
+        self._host.write(subgroup, chunks)
+        nbytes = self._policy.written_bytes * self._chunk_items
+        for chunk in chunks:
+            self._move("write", self._tiers[subgroup][chunk], nbytes, partial(self._was_written, subgroup, chunk))
 
     def _was_written(self, subgroup: int, chunk: int) -> None:
         self._host.settle(subgroup, chunk)

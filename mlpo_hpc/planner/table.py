@@ -8,9 +8,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mlpo_hpc.planner.commit import Commit
 from mlpo_hpc.planner.comparison import COLUMNS, Comparison
 from mlpo_hpc.planner.plan import Outlook, Plan
 from mlpo_hpc.planner.policy import MLP, OURS, ZERO3
+from mlpo_hpc.planner.upkeep import Upkeep
 
 WIDTH = 200
 GB = 1e9
@@ -21,7 +23,7 @@ def show(plan: Plan) -> None:
     console = Console(color_system=None, width=WIDTH, highlight=False)
     for line in headlines(plan):
         console.print(line, markup=False)
-    for table in (_times(plan), _memory(plan), _storage(plan), _advice(plan)):
+    for table in (_times(plan), _memory(plan), _storage(plan), _checkpoints(plan), _advice(plan)):
         if table.row_count:
             console.print()
             console.print(table)
@@ -86,9 +88,50 @@ def _storage(plan: Plan) -> Table:
             table.add_row(
                 "state of a node", tier, _gigabytes(nbytes), *rates, "" if writes is None else f"{writes:.1f}"
             )
-    where = f"at least {_seconds(plan.checkpoint_s)} s to write"
-    table.add_row("a checkpoint of the job", where, _gigabytes(plan.checkpoint_bytes), "", "", "", "")
+    for tier, nbytes in (plan.upkeep.written_bytes if plan.upkeep else {}).items():
+        table.add_row("checkpoints of a node", tier, "", "", "", f"{nbytes / 1e12:,.1f}", "")
+    if plan.upkeep and plan.upkeep.written_bytes:
+        table.caption = "Drive writes are those of state and checkpoints together."
     return table
+
+
+def _checkpoints(plan: Plan) -> Table:
+    table = _table("checkpoints, ours", ("what", "how much"), ())
+    if plan.commit and plan.upkeep and (ours := plan.outlooks.get(OURS.name)):
+        for what, value in (*_one(plan.commit, ours.forecast.iteration_s), *_many(plan.commit, plan.upkeep)):
+            table.add_row(what, value)
+    return table
+
+
+def _one(commit: Commit, iteration_s: float) -> list[tuple[str, str]]:
+    """Of a checkpoint."""
+    waiting, beside = commit.manners["wait"], commit.manners["background"]
+    within_s = beside.iterations * iteration_s + beside.slowed_s
+    return [
+        ("size", f"{_gigabytes(commit.nbytes)} GB on {commit.tier}"),
+        ('"commit": "wait"', f"training waits for at least {_seconds(waiting.slowed_s)} s"),
+        (
+            '"commit": "background"',
+            f"committed within {beside.iterations:,} iterations, {_seconds(within_s)} s; "
+            f"they take at least {_seconds(beside.slowed_s)} s longer",
+        ),
+        ("stop signal before the time limit", f"--signal=B:USR1@{commit.lead_s}"),
+    ]
+
+
+def _many(commit: Commit, upkeep: Upkeep) -> list[tuple[str, str]]:
+    """Of a schedule."""
+    found = []
+    if upkeep.every is not None and upkeep.slowed_share is not None:
+        share = f"{upkeep.slowed_share:.2%} of the time of training"
+        found.append((f'one every {upkeep.every:,} iterations, "{upkeep.commit}"', share))
+    if upkeep.every is not None or upkeep.most_count > 1:
+        space = f"{_gigabytes(upkeep.most_count * commit.nbytes)} GB for {upkeep.most_count}"
+        grown = f", and {_gigabytes(upkeep.grown_bytes)} more a day that stay" if upkeep.grown_bytes else ""
+        found.append(("space, the one in the making too", f"{space}{grown}"))
+    if upkeep.room_bytes is not None:
+        found.append(("room beside state", f"{_gigabytes(max(0.0, upkeep.room_bytes))} GB"))
+    return found
 
 
 def _advice(plan: Plan) -> Table:

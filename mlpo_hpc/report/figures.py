@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlpo_hpc.planner.plan import DAY_S, Wear
+from mlpo_hpc.planner.wear import DAY_S, Wear
 from mlpo_hpc.report.run import Moved, NodeKey, Run, Step
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mlpo_hpc.planner.plan import RATED_DRIVE_WRITES
+from mlpo_hpc.planner.wear import RATED_DRIVE_WRITES
 from mlpo_hpc.report.figures import Figures, TierFigures
 from mlpo_hpc.report.run import Run
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpo_hpc.bench.predict import predict
+from mlpo_hpc.engine import records
 from mlpo_hpc.planner.clock import Clock
 from mlpo_hpc.planner.drive import Drive
 from mlpo_hpc.planner.machine import PlanTier
 from mlpo_hpc.planner.model import find_model
-from mlpo_hpc.planner.policy import MLP, OURS, PAPER, ZERO3
+from mlpo_hpc.planner.policy import MLP, OURS, PAPER, PART_ITEMS, ZERO3
 from mlpo_hpc.planner.published import compare, facts
 from mlpo_hpc.planner.simulate import Work, simulate, weights_of
 
@@ -110,6 +111,31 @@ def test_what_fits_into_memory_is_not_moved():
     assert forecast.floor_s == 0
     assert forecast.update_s == pytest.approx(WORK.items / WORK.update_items_ps)
     assert all(sum(ways.values()) == 0 for ways in forecast.moved_bytes.values())
+
+
+PART_BYTES = PART_ITEMS * 10
+"""State of one part with codec ``split``."""
+
+
+def test_scratch_is_that_of_one_part():
+    """Four subgroups of four parts, 64 chunks; memory holds 40 of them beside gradient and weights of one part."""
+    work = Work(16 * PART_ITEMS, 1, 4, 10 * PART_BYTES + 8 * PART_ITEMS, 0.0, 100.0, 1e10)
+    assert simulate(OURS, [LOCAL], work).found_share == 40 / 64
+    small = replace(work, items=PART_ITEMS, host_bytes=0.625 * PART_BYTES + 8 * PART_ITEMS / 4)
+    assert simulate(OURS, [LOCAL], small).found_share == 40 / 64, "a subgroup smaller than a part is one"
+
+
+@pytest.mark.parametrize(("early_share", "update_s"), [(0.0, 1 + 0.4 + 2), (0.8, 1 + 0.1 + 2), (1.0, 1 + 0.1 + 2)])
+def test_what_a_part_completes_is_written_at_once(early_share, update_s):
+    """One subgroup of four parts: read in 1 s, updated in 0.4 s, written in 2 s."""
+    policy = replace(PAPER, keeps=False, across_steps=False, early_share=early_share)
+    work = Work(4 * PART_ITEMS, 1, 1, 0.0, 0.0, 0.0, 10 * PART_ITEMS)
+    tier = PlanTier("t", 12 * work.items, 6 * work.items)
+    assert simulate(policy, [tier], work).update_s == pytest.approx(update_s)
+
+
+def test_parts_are_those_of_the_engine():
+    assert PART_ITEMS == records.PART_ITEMS
 
 
 def written(policy, tiers, work=WORK):
