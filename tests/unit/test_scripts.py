@@ -18,7 +18,17 @@ TEXTS = [
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("architecture", "modules", "doctor", "requeue", "checkpoints", "report", "trainers", "slurm")
+        for name in (
+            "architecture",
+            "modules",
+            "doctor",
+            "configuration",
+            "requeue",
+            "checkpoints",
+            "report",
+            "trainers",
+            "slurm",
+        )
     ),
 ]
 
