@@ -43,7 +43,7 @@ def test_the_laptop_part_works_as_it_stands(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert [int(step) for step in re.findall(r"^(\d+) loss", done.stdout, re.M)] == list(range(10))
-    assert " 0 MB read" not in done.stdout, "state does not fit into memory"
+    assert " 0 MB read from disk" not in done.stdout, "state does not fit into memory"
     assert "global_step10 is sound" in done.stdout
     assert "8,404,992 trained parameters" in done.stdout
     assert "84.2 MB of state" in done.stderr
