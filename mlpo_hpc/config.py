@@ -40,13 +40,14 @@ def _rate(value: Any) -> Any:
     return value
 
 
-BytesPerSecond = Annotated[float, BeforeValidator(_rate)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+BytesPerSecond = Annotated[Rate, BeforeValidator(_rate, json_schema_input_type=Rate | str)]
 
 
 class Section(BaseModel):
-    """A part of the tree: unknown keys are errors that list the valid ones."""
+    """A part of the tree: unknown keys are errors. What a key means is said below it; `mlpo config` prints it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -63,13 +64,13 @@ class Stripes(Section):
     """Stripes of one extent of a file, on Lustre."""
 
     count: int | None = None
-    """Stripes; -1: one on every storage target."""
+    """Stripes, 1 to 65534; -1: one on every storage target. With ``explicit`` it or ``components`` must be given."""
     size: ByteSize | None = None
-    """Bytes on one stripe before the next: a multiple of 64 KiB under 4 GiB."""
+    """Bytes on one stripe before the next: a multiple of 64 KiB under 4 GiB. Default: that of the file system."""
     pool: str | None = None
-    """Storage targets to take."""
+    """Pool of storage targets to take, as ``lfs pool_list`` names it. Default: that of the file system."""
     overstripe: bool = False
-    """Whether a target may take several stripes."""
+    """Whether a target may take several stripes of a file."""
 
     @field_validator("count")
     @classmethod
@@ -90,16 +91,16 @@ class Extent(Stripes):
     """One component of a progressive layout."""
 
     end: ByteSize | None = None
-    """Where it ends; absent for the last one."""
+    """Byte of the file where it ends; absent for the last one."""
 
 
 class Striping(Stripes):
-    """Striping of a tier's directory."""
+    """How files that are made in a tier's directory are striped. It is set before the first of them, on Lustre only."""
 
     policy: Literal["inherit", "auto", "explicit"] = "inherit"
     """``inherit``: touch nothing; ``auto``: the site's profile, else a rule; ``explicit``: as given here."""
     components: list[Extent] | None = Field(default=None, min_length=2)
-    """A progressive layout: extents with growing ends, the last without."""
+    """A progressive layout instead of one ``count``: extents with growing ends, the last without."""
 
     @model_validator(mode="after")
     def _fits_policy(self) -> Striping:
@@ -124,32 +125,33 @@ class Tier(Section):
     """One place on storage that can hold state."""
 
     name: str = Field(pattern=r"^[\w.-]+$")
-    """Name in logs, reports and file names, such as ``nvme`` or ``pfs``."""
+    """Name in logs, reports and file names, such as ``nvme`` or ``pfs``: letters, digits, ``_``, ``.``, ``-``."""
     dir: str = Field(min_length=1)
-    """Existing directory; ``${VAR}`` is expanded; ``auto`` takes the first usual place that fits."""
+    """Existing directory that this job has for itself; ``${VAR}`` is expanded. ``auto``: one of our own in the first
+    usual place that is writable and no memory."""
     kind: Literal["node_local", "shared"] | None = None
-    """Whether other nodes see the same files. Found out from the file system when not given."""
+    """Whether other nodes see the same files. Default: by the type of the file system."""
     container: Literal["raw", "hdf5"] | None = None
     """The file that holds slots. ``raw``: one without a name for each rank, the default on node-local storage;
     ``hdf5``: one for each node, the default on shared storage."""
     transport: Literal["posix", "mpiio"] | None = None
     """How bytes reach the container. Default: ``mpiio`` for ``hdf5`` where MPI can be used, else ``posix``."""
     striping: Striping = Striping()
-    """How new files here are striped, on Lustre."""
+    """How files here are striped, on Lustre. Default: as the directory is."""
     hints: dict[str, str] = {}
-    """For MPI-IO, such as ``striping_unit``; what it ignores is said."""
+    """Hints for MPI-IO, such as ``{"striping_unit": 4194304}``; the log names those that it ignores."""
     keep: bool = False
-    """Leave the ``hdf5`` container behind, under a name that the log tells, instead of removing it."""
+    """Leave the ``hdf5`` container behind, under a name that the log tells, to look into it. It is no checkpoint."""
     capacity: ByteSize | None = None
-    """Bytes this job may use here, on each node. Default: what is free."""
-    read_bps: BytesPerSecond | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Read bandwidth in bytes/s. Tiers are measured unless all have both rates."""
-    write_bps: BytesPerSecond | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Write bandwidth in bytes/s."""
+    """Bytes this job may use here, on each node: give it where a quota is lower. Default: what is free."""
+    read_bps: BytesPerSecond | None = None
+    """Bytes/s that all ranks of a node read here together. Tiers are measured at start-up unless all have both."""
+    write_bps: BytesPerSecond | None = None
+    """The same for writing."""
     permits: int | None = Field(default=None, ge=1)
-    """How many may move bytes here at once; default ``tokens.permits``."""
+    """How many ranks of a node may move bytes here at once. Default: ``tokens.permits``."""
     allow_memory: bool = False
-    """Accept a file system that lives in memory (tmpfs, ramfs)."""
+    """Accept a file system that is memory (tmpfs, ramfs), which ``host_memory`` does not count: for tests."""
 
     @field_validator("hints", mode="before")
     @classmethod
@@ -169,15 +171,16 @@ class Tier(Section):
 
 
 class Tokens(Section):
-    """Who may move bytes on a tier, and for how long one waits."""
+    """How ranks of one node take turns on a tier, and how long they wait."""
 
     backend: Literal["auto", "mpi", "flock", "local", "off"] = "auto"
-    """``mpi``: fair turns of co-located ranks; ``flock``: turns, fairness not promised; ``local``: within
-    the process only; ``auto``: measured for each tier, whether turns pay."""
+    """``mpi``: fair turns, by MPI's shared memory; ``flock``: turns by file locks, fairness not promised; ``local``:
+    within the process only; ``off``: none; ``auto``: ``mpi`` where MPI's world is the training world, else
+    ``flock``, and for each tier it is measured at start-up whether turns pay."""
     permits: int = Field(default=1, ge=1)
-    """How many ranks may hold a tier's token at once."""
+    """How many ranks of a node may hold a tier's token at once."""
     timeout_s: float = Field(default=1800, gt=0)
-    """A tier without any progress for this long ends the job."""
+    """Seconds without any progress after which a wait for a tier or its token ends the job."""
 
 
 class Checkpoint(Section):
@@ -190,9 +193,9 @@ class Checkpoint(Section):
     """Whether `save_checkpoint` returns when the checkpoint is committed, or at once while it is written beside
     training: ``engine.checkpoint_committed(tag)`` tells. In the format of stock ZeRO-3 it always waits."""
     keep_last: int | None = Field(default=None, ge=1)
-    """How many checkpoints of a directory stay, those saved last. Default: all."""
+    """How many checkpoints of a directory stay, those saved last; a commit removes older ones. Default: all."""
     keep_every: int | None = Field(default=None, ge=1)
-    """Those of optimizer steps that this divides stay besides."""
+    """Those of optimizer steps that this divides stay too. Needs ``keep_last``."""
 
     @model_validator(mode="after")
     def _removes_some(self) -> Checkpoint:
@@ -205,9 +208,9 @@ class Telemetry(Section):
     """What a run writes about itself."""
 
     dir: str | None = None
-    """Folder for it, made if it is missing; ``${VAR}`` is expanded. ``mlpo report`` reads what it gets."""
+    """Folder for each rank's journal, which ``mlpo report`` reads; ``${VAR}`` is expanded. Default: none is kept."""
     trace: bool = False
-    """Write ``trace.<rank>.json`` there: what moved, waited and computed when, for ui.perfetto.dev."""
+    """Write ``trace.<rank>.json`` there too: what moved, waited and computed when, for ui.perfetto.dev."""
 
     @model_validator(mode="after")
     def _has_a_place(self) -> Telemetry:
@@ -220,6 +223,7 @@ class Static(Section):
     """Placement by fixed weights, one for each tier, as in the paper (2:1)."""
 
     static: list[float] = Field(min_length=1)
+    """A weight for each tier, in their order, none negative: ``[2, 1]`` gives the first two thirds of the state."""
 
     @field_validator("static")
     @classmethod
@@ -233,26 +237,32 @@ class OffloadConfig(Section):
     """Everything the offload engine can be told; every key is optional."""
 
     tiers: list[Tier] | None = None
-    """Storage tiers. ``[]``: host memory only. Absent: two directories under ``$TMPDIR``."""
+    """Storage tiers. ``[]``: host memory only. Default: two directories under ``$TMPDIR``, but in a batch job they must
+    be given."""
     host_memory: ByteSize | Literal["auto"] = "auto"
-    """Bytes per **node** for buffers and cache together, shared by its ranks."""
+    """Bytes per **node** for buffers and cache together, shared by its ranks. ``auto``: 80 % of what the node and the
+    job's control group leave at start-up."""
     state_format: Literal["auto", "fp32", "split"] = "auto"
     """How state is laid out in bytes. ``fp32``: 12 bytes a parameter for Adam; ``split``: 10, without loss, for
-    models in bf16; ``auto``: ``split`` where it can be used and no container is kept."""
+    models in bf16; ``auto``: ``split`` where it can be used and no tier has ``keep``."""
     order: Literal["alternate", "sequential"] = "alternate"
-    """Order of subgroups from step to step."""
+    """Order of subgroups from step to step. ``alternate`` turns it round after each, so that what is in host memory at
+    the end of one is used first in the next."""
     placement: Literal["adaptive", "proportional"] | Static = "adaptive"
     """Which tier a chunk is written to. ``adaptive``: by what each gives now; ``proportional``: by what was
-    measured or given at the start."""
+    measured or given at the start; ``{"static": [2, 1]}``: by weights."""
     prefetch: int | Literal["auto"] = "auto"
-    """How many subgroups are read ahead at most; ``auto``: as many as memory holds."""
+    """How many subgroups are read ahead at most, 0 or more; ``auto``: as many as memory holds."""
     tokens: Tokens = Tokens()
+    """How ranks of one node take turns on a tier."""
     checkpoint: Checkpoint = Checkpoint()
+    """How checkpoints are saved, and which stay."""
     telemetry: Telemetry = Telemetry()
+    """Whether a run keeps a journal and a trace, and where."""
     chunk_bytes: ByteSize = ByteSize(64 * 2**20)
-    """Largest unit of I/O. Small subgroups use smaller chunks, so that all tiers share one."""
+    """Largest unit of I/O, at least 4096. Small subgroups use smaller chunks, so that all tiers share one."""
     checksum: Literal["xxh3", "off"] = "xxh3"
-    """Checksum computed before each write and compared at the next read."""
+    """Checksum computed before each write and compared at the next read: what differs ends the job."""
 
     @field_validator("prefetch")
     @classmethod

@@ -8,6 +8,7 @@ from mlpo_hpc import __version__
 from mlpo_hpc.cli.bench import bench
 from mlpo_hpc.cli.ckpt import ckpt
 from mlpo_hpc.cli.clean import clean
+from mlpo_hpc.cli.config import config
 from mlpo_hpc.cli.doctor import doctor
 from mlpo_hpc.cli.plan import plan
 from mlpo_hpc.cli.probe import probe
@@ -26,6 +27,7 @@ main.add_command(bench)
 main.add_command(ckpt)
 main.add_command(plan)
 main.add_command(clean)
+main.add_command(config)
 main.add_command(doctor)
 main.add_command(probe)
 main.add_command(report)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from mlpo_hpc.cli import main
 from tests import modulesystems
 from tests.centre import NEW, make_centre
 from tests.ranks import ROOT
@@ -75,6 +79,21 @@ def test_python_runs_from_the_copy(bed, tmp_path):
     done, log = submit(bed, tmp_path, "single_node.sbatch", "-c2", MLPO_STAGE_VENV="1")
     assert done.returncode == 0, log
     assert f"{bed.scratch}/mlpo_hpc-venv-" in log
+    check_nothing_is_left(bed)
+
+
+def test_the_program_of_the_quickstart_in_the_script_that_it_has_written(bed, tmp_path):
+    text = (ROOT / "docs/quickstart.md").read_text()
+    (tmp_path / "ds_config.json").write_text(text.split("```json\n")[1].split("```")[0])
+    (tmp_path / "train.py").write_text(text.split("```python\n")[1].split("```")[0])
+    command = re.search(r"^mlpo (sbatch --nodes 2 .*) -o train.sbatch$", text, re.M)[1]
+    options = shlex.split(command.replace("--gpus 4 ", "").replace("PROJECT", "root"))
+    written = CliRunner().invoke(main, [*options, "-o", str(tmp_path / "train.sbatch")])
+    assert written.exit_code == 0, written.output
+    done, log = submit(bed, tmp_path, tmp_path / "train.sbatch")
+    assert done.returncode == 0, log[-6000:]
+    assert re.findall(r"^(\d) loss .* MB read from nvme pfs$", log, re.M) == list("01234")
+    assert (tmp_path / "checkpoints/global_step5/manifest.json").exists()
     check_nothing_is_left(bed)
 
 

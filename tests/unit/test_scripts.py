@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 
 from mlpo_hpc import REQUEUE_EXIT_CODE
+from mlpo_hpc.cli import main
+from mlpo_hpc.cli.bench import USUAL
 from mlpo_hpc.config import OffloadConfig, Tier
 
 ROOT = Path(__file__).parent.parent.parent
@@ -18,7 +22,17 @@ TEXTS = [
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("architecture", "modules", "doctor", "requeue", "checkpoints", "report", "trainers", "slurm")
+        for name in (
+            "architecture",
+            "modules",
+            "doctor",
+            "configuration",
+            "requeue",
+            "checkpoints",
+            "report",
+            "trainers",
+            "slurm",
+        )
     ),
 ]
 
@@ -46,6 +60,23 @@ def test_files_and_targets_that_are_named_exist(path):
         assert (ROOT / name).exists(), name
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (path.parent / link).exists(), link
+
+
+COMMAND = re.compile(r"^(?:srun [^|\n]*?)?mlpo ([a-z].*)$", re.M)
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_commands_that_are_shown_have_these_options(path):
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.M | re.S)
+    for line in COMMAND.findall("".join(text for language, text in blocks if language in ("", "sh"))):
+        words = shlex.split(re.split(r" [>|] ", line)[0], comments=True)
+        command, context = main, click.Context(main)
+        while isinstance(command, click.Group):
+            words = words if words[0] in command.commands else [USUAL, *words]
+            name, command, words = command.resolve_command(context, words)
+            context = click.Context(command, parent=context, info_name=name)
+        command.make_parser(context).parse_args(words)
 
 
 def test_the_readme_lists_every_key():
