@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from mlpo_hpc.state.cache import Buffer
 from mlpo_hpc.state.links import LinkedFile
 from mlpo_hpc.state.seal import Seal
 from mlpo_hpc.state.table import Chunk as Lying
+from mlpo_hpc.storage.lane import Moving
 from mlpo_hpc.storage.pace import Pace
 from mlpo_hpc.storage.tier import StorageTier
 
@@ -100,7 +101,7 @@ class Save:
         """Bytes that the checkpoint needs of each slot of those files."""
         self._safe = [threading.Event() for _ in outline.records]
         self._kept = {subgroup: self._keep(subgroup, each) for subgroup, each in enumerate(weights)}
-        self._bounce: Buffer | None = None
+        self._bounces = [Buffer(1), Buffer(1)]
         self._written: dict[int, tuple[tuple[int, ...], list[tuple[Chunk, ...]]]] = {}
 
     def wait_safe(self, subgroup: int, timeout_s: float) -> None:
@@ -187,12 +188,11 @@ class Save:
 
     def _take_chunks(self, subgroup: int) -> tuple[Chunk, ...]:
         """From the tiers: by copying, or as they are."""
-        chunks: list[Chunk] = []
-        for lying in self._seal.chunks(subgroup):
-            linked = self._find_linked(lying)
-            chunks += self._copy_chunk(subgroup, lying) if linked is None else [linked]
+        found = [(lying, self._find_linked(lying)) for lying in self._seal.chunks(subgroup)]
+        copied = self._copy(subgroup, [lying for lying, linked in found if linked is None])
+        chunks = [[linked] if linked is not None else next(copied) for _, linked in found]
         self._seal.release(subgroup, but=self._linked)
-        return tuple(chunks)
+        return tuple(itertools.chain(*chunks))
 
     def _find_linked(self, lying: Lying) -> Chunk | None:
         """Where a chunk is in a file that is in the checkpoint already."""
@@ -203,13 +203,26 @@ class Save:
         offset = file.container.place(lying.slot)
         return Chunk(file=file.path.name, offset=offset, nbytes=lying.nbytes, checksum=f"{lying.checksum:016x}")
 
-    def _copy_chunk(self, subgroup: int, lying: Lying) -> tuple[Chunk, ...]:
-        """From a tier into the shard."""
-        if self._bounce is None or self._bounce.nbytes < lying.nbytes:
-            self._bounce = Buffer(lying.nbytes)
-        view = self._bounce.view(lying.nbytes)
-        with self._paces[lying.tier].moving():
-            self._tiers[lying.tier].reads.move(lying.slot, view, f"subgroup {subgroup}", lying.checksum)
-        if lying.checksum is None:
+    def _copy(self, subgroup: int, chunks: Sequence[Lying]) -> Iterator[tuple[Chunk, ...]]:
+        """From tiers into the shard: each chunk is read while the one before it is written."""
+        reads = (self._read(subgroup, lying, number % 2) for number, lying in enumerate(chunks))
+        coming = next(reads, None)
+        while coming is not None:
+            lying, view, moving = coming
+            self._paces[lying.tier].took(moving.wait())
+            coming = next(reads, None)
+            yield self._add(view, lying.checksum)
+
+    def _read(self, subgroup: int, lying: Lying, place: int) -> tuple[Lying, memoryview, Moving]:
+        """Begin to read a chunk, into one of two places."""
+        if self._bounces[place].nbytes < lying.nbytes:
+            self._bounces[place] = Buffer(lying.nbytes)
+        view = self._bounces[place].view(lying.nbytes)
+        self._paces[lying.tier].wait()
+        moving = self._tiers[lying.tier].reads.move(lying.slot, view, f"subgroup {subgroup}", lying.checksum)
+        return lying, view, moving
+
+    def _add(self, view: memoryview, checksum: int | None) -> tuple[Chunk, ...]:
+        if checksum is None:
             return self._writer.add(CopyOnWrite(lambda: view))
-        return (self._writer.add_whole(view, lying.checksum),)
+        return (self._writer.add_whole(view, checksum),)

@@ -93,7 +93,7 @@ class OwnCheckpoint:
         records = [self._outline(subgroup, seal.sizes[subgroup]) for subgroup in range(len(numels))]
         pieces = [PieceEntry(**vars(piece)) for piece in self._contents.pieces]
         outline = Outline(records, pieces, self._next_order(), **small)
-        paces = [Pace([tier.reads] if background else [], is_wanted, takes_turn=False) for tier in tiers]
+        paces = [Pace([tier.reads] if background else [], is_wanted) for tier in tiers]
         weight_bytes = sum(flat.nbytes for flat in self.fp16_partitioned_groups_flat)  # type: ignore[attr-defined]
         copies = background and self._can_copy(weight_bytes + sum(map(len, seal.memory.values())))
         weights = [self._weights_of(subgroup) for subgroup in range(len(numels))]

@@ -17,10 +17,8 @@ from mlpo_hpc.planner.job import WEIGHT_BYTES
 from mlpo_hpc.planner.machine import WAYS, PlanTier
 from mlpo_hpc.planner.policy import OURS
 from mlpo_hpc.planner.simulate import Forecast
-from mlpo_hpc.storage.pace import SHARE
+from mlpo_hpc.storage.pace import LEAST_PATIENCE_S, SHARE
 
-COPIED_BYTES = 4
-"""Of a weight, with which the engine counts where it looks for memory to copy them: at most so large."""
 LEAD_FACTOR = 2
 """Times a step and a save, for the stop signal to come early enough: docs/requeue.md."""
 
@@ -128,7 +126,7 @@ def foresee_commit(
     spare_bytes : float
         Host memory of a node that nothing else takes.
     """
-    can_copy = spare_bytes >= SPARE_FACTOR * (COPIED_BYTES * holding.items + holding.unstored_bytes)
+    can_copy = spare_bytes >= SPARE_FACTOR * (holding.weight_bytes + holding.unstored_bytes)
     waiting = _waiting(tiers, holding)
     manners = {"wait": waiting, "background": _background(forecast, tiers, holding, can_copy)}
     nbytes = (OURS.read_bytes + WEIGHT_BYTES) * holding.items * nodes
@@ -153,7 +151,9 @@ Bytes = Mapping[tuple[str, str], float]
 class Timetable:
     """One way of a tier, or both on a half-duplex one, in seconds that it is at work."""
 
-    iteration_s: float
+    passes_s: float
+    update_s: float
+    """Of each iteration."""
     busy_s: float
     """In each iteration, for training."""
     urgent_s: float
@@ -163,8 +163,13 @@ class Timetable:
 
     @property
     def idle_s(self) -> float:
-        """In each iteration."""
-        return max(0.0, self.iteration_s - self.busy_s)
+        """In each iteration, beside the update."""
+        return max(0.0, min(self.passes_s, self.passes_s + self.update_s - self.busy_s))
+
+    @property
+    def given_s(self) -> float:
+        """In each iteration, of the time in which it is at work, unless that is short."""
+        return self.busy_s / SHARE if self.update_s > LEAST_PATIENCE_S or not self.idle_s else 0.0
 
     @property
     def stall_s(self) -> float:
@@ -174,12 +179,12 @@ class Timetable:
     @property
     def iterations(self) -> float:
         """Until all that the checkpoint needs is done."""
-        return (self.urgent_s - self.stall_s + self.later_s) / (self.idle_s + self.busy_s / SHARE)
+        return (self.urgent_s - self.stall_s + self.later_s) / (self.idle_s + self.given_s)
 
     @property
     def paced_s(self) -> float:
         """Taken from training meanwhile."""
-        return self.iterations * self.busy_s / SHARE
+        return self.iterations * self.given_s
 
 
 def _background(forecast: Forecast, tiers: Sequence[PlanTier], holding: Holding, can_copy: bool) -> Manner:
@@ -202,8 +207,9 @@ def _timetables(forecast: Forecast, tier: PlanTier, urgent: Bytes, later: Bytes)
     def work_s(wanted: Bytes, ways: Sequence[str]) -> float:
         return sum(wanted.get((tier.name, way), 0.0) / tier.rate_bps(way) for way in ways)
 
+    passes_s = forecast.forward_s + forecast.backward_s
     together = [(way,) for way in WAYS] if tier.full_duplex else [WAYS]
     return [
-        Timetable(forecast.iteration_s, work_s(moved, ways), work_s(urgent, ways), work_s(later, ways))
+        Timetable(passes_s, forecast.update_s, work_s(moved, ways), work_s(urgent, ways), work_s(later, ways))
         for ways in together
     ]

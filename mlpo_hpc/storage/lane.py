@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,43 @@ class Job:
     done: Callable[[int | None, BaseException | None], None]
     is_usual: bool = True
     """Whether it is of an update: the rate of these is what the next one is planned with."""
+
+
+class Moving:
+    """A chunk on its way.
+
+    Parameters
+    ----------
+    cancelled : threading.Event
+        Set when the lane is closed: it may never arrive then.
+    """
+
+    def __init__(self, cancelled: threading.Event) -> None:
+        self._cancelled = cancelled
+        self._begin_s = time.monotonic()
+        self._moved = threading.Event()
+        self._error: BaseException | None = None
+        self._seconds = 0.0
+
+    def done(self, _checksum: int | None, error: BaseException | None) -> None:
+        """It has arrived, or something went wrong."""
+        self._error, self._seconds = error, time.monotonic() - self._begin_s
+        self._moved.set()
+
+    def wait(self) -> float:
+        """Wait for it; the seconds that it took.
+
+        Raises
+        ------
+        StorageError
+            What went wrong.
+        """
+        while not self._moved.wait(JOIN_S):
+            if self._cancelled.is_set():
+                raise MlpoError("the offload engine is closed")
+        if self._error is not None:
+            raise self._error
+        return self._seconds
 
 
 class Lane:
@@ -85,26 +123,11 @@ class Lane:
         finally:
             self._turn.leave()
 
-    def move(self, slot: int, view: memoryview, label: str, expected: int | None) -> None:
-        """Move a chunk that no update asks for, from any thread but the lane's own, and wait for it.
-
-        Raises
-        ------
-        StorageError
-            What went wrong.
-        """
-        moved, found = threading.Event(), list[BaseException | None]()
-
-        def done(_checksum: int | None, error: BaseException | None) -> None:
-            found.append(error)
-            moved.set()
-
-        self.submit(Job(slot, view, label, expected, done, is_usual=False))
-        while not moved.wait(JOIN_S):
-            if self._cancelled.is_set():
-                raise MlpoError("the offload engine is closed")
-        if found[0] is not None:
-            raise found[0]
+    def move(self, slot: int, view: memoryview, label: str, expected: int | None) -> Moving:
+        """Begin to move a chunk that no update asks for, from any thread but the lane's own."""
+        moving = Moving(self._cancelled)
+        self.submit(Job(slot, view, label, expected, moving.done, is_usual=False))
+        return moving
 
     def close(self) -> bool:
         """Drop what is queued, let the transfers in flight end; False if a thread is stuck in one."""

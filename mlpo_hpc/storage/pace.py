@@ -26,16 +26,11 @@ class Pace:
         Those whose device it uses; none: nothing holds it up.
     is_wanted : callable, optional
         Whether somebody has more to ask of them soon, though nothing is asked now.
-    takes_turn : bool
-        Whether it takes the turn on their devices; not where what it moves goes through them.
     """
 
-    def __init__(
-        self, lanes: Sequence[Lane] = (), is_wanted: Callable[[], bool] = lambda: False, takes_turn: bool = True
-    ) -> None:
+    def __init__(self, lanes: Sequence[Lane] = (), is_wanted: Callable[[], bool] = lambda: False) -> None:
         self._lanes = list(lanes)
         self._is_wanted = is_wanted
-        self._takes_turn = takes_turn
         self._last_s = LEAST_PATIENCE_S / SHARE
         self._hurry = threading.Event()
 
@@ -60,11 +55,15 @@ class Pace:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Move some bytes."""
+        """Move some bytes that do not go through the lanes, in the turn of this rank."""
         self.wait()
         begin = time.monotonic()
         with ExitStack() as turns:
-            for lane in self._lanes if self._takes_turn else ():
+            for lane in self._lanes:
                 turns.enter_context(lane.turn())
             yield
-        self._last_s = time.monotonic() - begin
+        self.took(time.monotonic() - begin)
+
+    def took(self, seconds: float) -> None:
+        """So long the last bytes were under way: the longer, the more time is left to others before the next ones."""
+        self._last_s = seconds

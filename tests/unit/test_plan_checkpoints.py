@@ -32,7 +32,7 @@ PFS = PlanTier("pfs", 2 * GB, 2 * GB, shared=True)
 MOVED = {"nvme": {"read": 12 * GB, "write": 12 * GB}, "pfs": {"read": 6 * GB, "write": 6 * GB}}
 FORECAST = Forecast(1.0, 2.0, 7.0, 6.0, 0.4, MOVED)
 HOLDING = hold(FORECAST, {"nvme": 2, "pfs": 1}, ITEMS)
-COPY = 4 * 4 * ITEMS
+COPY = 4 * 2 * ITEMS
 """Memory that must be left for a copy of the weights."""
 
 
@@ -60,24 +60,31 @@ def test_a_checkpoint_that_training_waits_for():
 
 
 def test_a_checkpoint_beside_training():
-    """pfs writes 4 GB from memory, 20 from nvme and the weights in 15 s; 7 s of an iteration and 1/50 of 3 are free."""
+    """pfs writes 4 GB from memory, 20 from nvme and the weights in 15 s; the passes, 3 s, are free, and 1/50 of 3 s."""
     beside = commit().manners["background"]
-    assert beside.iterations == 3  # 15 / 7.06 = 2.12
-    assert beside.slowed_s == pytest.approx(15 / 7.06 * 0.06)
+    assert beside.iterations == 5  # 15 / 3.06 = 4.9
+    assert beside.slowed_s == pytest.approx(15 / 3.06 * 0.06)
     assert beside.written_bytes == {"nvme": 8 * GB, "pfs": 30 * GB}
 
 
 def test_on_a_half_duplex_tier_reading_takes_time_too():
     beside = commit((NVME, replace(PFS, full_duplex=False))).manners["background"]
-    assert beside.iterations == 4  # 15 / (4 + 6 / 50) = 3.64
+    assert beside.iterations == 5  # 15 / (3 + 6 / 50) = 4.81
+
+
+def test_a_short_update_is_left_alone():
+    way = Timetable(passes_s=6, update_s=4, busy_s=3, urgent_s=1, later_s=11)
+    assert (way.idle_s, way.given_s, way.iterations, way.paced_s) == (6, 0, 2, 0)
+    never_idle = Timetable(passes_s=1, update_s=4, busy_s=5, urgent_s=0, later_s=1)
+    assert (never_idle.idle_s, never_idle.iterations) == (0, pytest.approx(10))
 
 
 def test_what_has_no_room_in_an_iteration_stalls_the_next_update():
-    way = Timetable(iteration_s=10, busy_s=9, urgent_s=5, later_s=10)
+    way = Timetable(passes_s=2, update_s=8, busy_s=9, urgent_s=5, later_s=10)
     assert way.stall_s == 4
     assert way.iterations == pytest.approx((1 + 10) / (1 + 9 / 50))
     assert way.paced_s == pytest.approx((1 + 10) / (1 + 9 / 50) * 9 / 50)
-    assert Timetable(10, 12, 0, 6).idle_s == 0, "rounding of an iteration is no time"
+    assert Timetable(2, 8, 12, 0, 6).idle_s == 0, "rounding of an iteration is no time"
 
 
 def test_weights_are_written_at_once_where_they_cannot_be_copied():
@@ -95,9 +102,9 @@ def test_state_in_memory_alone_is_written_like_the_weights():
     still = replace(FORECAST, moved_bytes={tier: {"read": 0.0, "write": 0.0} for tier in MOVED})
     holding = hold(still, {}, ITEMS)
     assert holding.unstored_bytes == 30 * GB
-    made = foresee_commit(still, (NVME, PFS), holding, 1, 4 * (4 * ITEMS + 30 * GB))
+    made = foresee_commit(still, (NVME, PFS), holding, 1, 4 * (2 * ITEMS + 30 * GB))
     assert made.can_copy
-    assert made.manners["background"] == Manner(2, 0.0, {"nvme": 0.0, "pfs": 36 * GB})
+    assert made.manners["background"] == Manner(6, 0.0, {"nvme": 0.0, "pfs": 36 * GB})
     assert made.manners["wait"] == Manner(0, 18.0, {"pfs": 36 * GB})
 
 

@@ -58,13 +58,13 @@ def test_files_follow_each_other_and_are_closed_when_they_are_not_wanted(tmp_pat
     view, other, found = (Buffer(BLOCK).view(BLOCK) for _ in range(3))
     view[:], other[:] = b"7" * BLOCK, b"9" * BLOCK
     slot = tier.slots.take()
-    tier.writes.move(slot, view, "x", None)
+    tier.writes.move(slot, view, "x", None).wait()
     member = tier.container.member(0)
     assert member.transport.link(str(folder / "sealed"))
     tier.succeed(open_raw(str(tmp_path), BLOCK, 4))
     later = tier.slots.take()
-    tier.writes.move(later, other, "x", None)
-    tier.reads.move(slot, found, "x", None)
+    tier.writes.move(later, other, "x", None).wait()
+    tier.reads.move(slot, found, "x", None).wait()
     assert found == view
     member.punch(1, 0)
     tier.slots.give(slot)
@@ -113,7 +113,9 @@ def test_a_seal_has_the_state_of_its_moment_whatever_is_updated_meanwhile(
                     parts = []
                     for chunk in seal.chunks(subgroup):
                         buffer = np.zeros(BLOCK, np.uint8)
-                        pipeline.tiers[chunk.tier].reads.move(chunk.slot, memoryview(buffer), "x", chunk.checksum)
+                        pipeline.tiers[chunk.tier].reads.move(
+                            chunk.slot, memoryview(buffer), "x", chunk.checksum
+                        ).wait()
                         parts.append(bytes(buffer))
                     found[subgroup] = b"".join(parts)
                     seal.release(subgroup)
@@ -180,10 +182,7 @@ def test_traffic_that_can_wait_goes_when_the_lane_is_idle_or_somebody_waits_for_
         thread.start()
         return thread
 
-    foreground = threading.Thread(
-        target=tier.writes.move, args=[0, memoryview(np.zeros(BLOCK, np.uint8)), "foreground", None]
-    )
-    foreground.start()
+    foreground = tier.writes.move(0, memoryview(np.zeros(BLOCK, np.uint8)), "foreground", None)
     while tier.writes.is_idle():
         time.sleep(0.001)
     patient, urgent = Pace([tier.writes]), Pace([tier.writes])
@@ -195,7 +194,7 @@ def test_traffic_that_can_wait_goes_when_the_lane_is_idle_or_somebody_waits_for_
     assert moved == [urgent]
     container.go.set()
     waiting.join(30)
-    foreground.join(30)
+    foreground.wait()
     assert moved == [urgent, patient]
     tier.close()
 
@@ -204,16 +203,13 @@ def test_traffic_that_can_wait_comes_to_an_end_on_a_lane_that_is_never_idle(monk
     monkeypatch.setattr("mlpo_hpc.storage.pace.LEAST_PATIENCE_S", 0.01)
     container = Busy()
     tier = StorageTier("t", container)
-    foreground = threading.Thread(
-        target=tier.writes.move, args=[0, memoryview(np.zeros(BLOCK, np.uint8)), "foreground", None]
-    )
-    foreground.start()
+    foreground = tier.writes.move(0, memoryview(np.zeros(BLOCK, np.uint8)), "foreground", None)
     while tier.writes.is_idle():
         time.sleep(0.001)
     with Pace([tier.writes]).moving():
         assert not tier.writes.is_idle()
     container.go.set()
-    foreground.join(30)
+    foreground.wait()
     tier.close()
 
 
