@@ -88,7 +88,7 @@ def _measure(case: str, conditions: Conditions, accumulation: int, saves: int) -
         config[SECTION]["checkpoint"] = {"commit": "background"}
         model = {"blocks": conditions.blocks, "hidden": conditions.hidden, "rows": conditions.rows}
         spec = {"stock": False, "ds_config": config, "tier": None, **model, "seed": conditions.seed}
-        with team(case, spec, conditions.ranks, logs) as workers:
+        with team(case, spec, conditions.ranks, logs, conditions.threads) as workers:
             workers.hear(START_S)
             folder = str(Path(beside.dir).parent / "checkpoints")
             answer = workers.order({"checkpoints": folder, "accumulation": accumulation, "saves": saves})[0]

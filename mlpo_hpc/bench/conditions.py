@@ -58,6 +58,8 @@ class Conditions:
     """Micro-batches an iteration."""
     ranks: int = 1
     """Processes of each system, on this host."""
+    threads: int | None = None
+    """With which each of them computes; None: the cores of the host, divided among them."""
     seed: int = 1
     learning_rate: float = 1e-4
     facts: dict[str, Any] = field(default_factory=dict)

@@ -175,7 +175,7 @@ class Team:
 
 
 @contextmanager
-def team(system: str, spec: dict[str, Any], ranks: int, logs: Path) -> Iterator[Team]:
+def team(system: str, spec: dict[str, Any], ranks: int, logs: Path, threads: int | None = None) -> Iterator[Team]:
     """Start the ranks of a system; they are ended on leaving, and killed if that is by an error.
 
     Parameters
@@ -188,13 +188,15 @@ def team(system: str, spec: dict[str, Any], ranks: int, logs: Path) -> Iterator[
         How many.
     logs : Path
         Existing folder for what they print.
+    threads : int, optional
+        With which each computes; by default all its cores.
     """
     workers: list[Worker] = []
     port = first_free_port()
     try:
         for rank in range(ranks):
             name, log = f"system '{system}', rank {rank},", logs / f"{system}.{rank}.log"
-            workers.append(Worker(name, spec, worker_environment(os.environ, rank, ranks, port), log))
+            workers.append(Worker(name, spec, worker_environment(os.environ, rank, ranks, port, threads), log))
         yield Team(workers)
         for worker in workers:
             worker.let_go()
@@ -205,7 +207,9 @@ def team(system: str, spec: dict[str, Any], ranks: int, logs: Path) -> Iterator[
             worker.kill()
 
 
-def worker_environment(environ: Mapping[str, str], rank: int, ranks: int, port: int) -> dict[str, str]:
+def worker_environment(
+    environ: Mapping[str, str], rank: int, ranks: int, port: int, threads: int | None = None
+) -> dict[str, str]:
     """What a rank needs to find the others, without launchers and without settings of ours."""
     settings = {name for name in environ if name.startswith(ENV_PREFIX)} - {ENV_PREFIX + name for name in ENV_OF_OTHERS}
     kept = {key: value for key, value in environ.items() if not key.startswith(LAUNCHERS) and key not in settings}
@@ -220,7 +224,7 @@ def worker_environment(environ: Mapping[str, str], rank: int, ranks: int, port: 
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(threads or max(1, cores // ranks)),
         "PATH": path,
         "PYTHONUNBUFFERED": "1",
     }

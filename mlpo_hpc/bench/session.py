@@ -155,7 +155,7 @@ class Session:
             ][: len(tiers_of(system, conditions))]
             self._display.say(f"starting {system}" + (f", which compiles {', '.join(compiles)}" if compiles else ""))
             spec = _spec(system, conditions, ds_config(system, conditions, tiers, swap))
-            started = ending.enter_context(team(system, spec, conditions.ranks, self._logs))
+            started = ending.enter_context(team(system, spec, conditions.ranks, self._logs, conditions.threads))
             ready = started.hear(self._compile_timeout_s if system in STOCK else START_S)
             self._outcome.built[system] = ready[0]["ready"]
             yield started

@@ -17,6 +17,7 @@ EXAMPLES = """
 \b
 Examples:
   mlpo bench checkpoint --testbed nvme=200,pfs=100     as root: two disks of 200 and 100 MB/s each way
+  mlpo bench checkpoint --testbed nvme=200,pfs=100 --threads 1
   mlpo bench checkpoint nvme=/local/scratch pfs=$SCRATCH/run --case node_local --hidden 4096 --json result.json
 """
 
@@ -44,6 +45,11 @@ def _size(context: click.Context, parameter: click.Parameter, text: str | None) 
 @click.option("--rows", type=click.IntRange(1), default=4, show_default=True, help="Rows of a micro-batch.")
 @click.option("--sub-group-size", type=click.FloatRange(1), default=4e6, show_default=True, help="Parameters.")
 @click.option("--host-memory", callback=_size, metavar="BYTES", help="Of the node.  [default: 268MB]")
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="To compute with, default: all cores. With fewer there are some for I/O, as where an accelerator computes.",
+)
 @click.option("--json", "json_file", metavar="FILE", help="Write all samples there; '-': to stdout, without a table.")
 def checkpoint(
     directories: tuple[str, ...],
