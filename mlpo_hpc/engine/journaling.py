@@ -10,6 +10,8 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+
 from mlpo_hpc import __version__
 from mlpo_hpc.cluster.job import this_job
 from mlpo_hpc.cluster.node import Node
@@ -49,12 +51,12 @@ class Journaling:
         }
         self.journal = together(lambda: open_journal(expand(directory), self._node.world_rank, start))
 
-    def record_loss(self, loss: float, text_tokens: int | None = None) -> None:
+    def record_loss(self, loss: float | torch.Tensor, text_tokens: int | None = None) -> None:
         """Note the loss of the last step for ``mlpo report``; without ``telemetry.dir`` nothing is done.
 
         Parameters
         ----------
-        loss : float
+        loss : float or tensor of one item
             Of this rank or, the same on all of them or given by one, of the whole job.
         text_tokens : int, optional
             Tokens of text that all ranks trained on in the step.
@@ -65,7 +67,7 @@ class Journaling:
             Before the first step.
         """
         if self.journal is not None:
-            self.journal.loss(float(loss), text_tokens)
+            self.journal.loss(float(loss.item() if isinstance(loss, torch.Tensor) else loss), text_tokens)
 
 
 def describe_rank(config: OffloadConfig, node: Node, store: Store) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class Pipeline(Room):
                 if subgroup not in dirty:
                     seal.hold(subgroup)
             for subgroup in sorted(set(dirty) - set(in_memory), key=self._next_use):
-                self._write(subgroup)
+                self._write(subgroup, is_usual=False)
             for tier, container in (following or {}).items():
                 self.tiers[tier].succeed(container)
             return seal
@@ -358,9 +358,9 @@ class Pipeline(Room):
 
     # ---- writing --------------------------------------------------------------------------
 
-    def _write(self, subgroup: int) -> None:
+    def _write(self, subgroup: int, is_usual: bool = True) -> None:
         resident = self._residents[subgroup]
-        self._writer.write(subgroup, resident, range(len(self.table.cuts(subgroup))))
+        self._writer.write(subgroup, resident, range(len(self.table.cuts(subgroup))), is_usual)
         self._forget(subgroup, resident)
 
     def _after_write(self, subgroup: int, resident: Resident) -> None:

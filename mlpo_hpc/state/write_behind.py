@@ -45,36 +45,39 @@ class WriteBehind:
         self._tiers = tiers
         self._watch = watch
         self._after = after
-        self._unplaced: deque[tuple[int, int, Resident]] = deque()
+        self._unplaced: deque[tuple[int, int, Resident, bool]] = deque()
         self.seal: Seal | None = None
         """Waits for what was in host memory alone."""
 
-    def write(self, subgroup: int, resident: Resident, chunks: Iterable[int]) -> None:
-        """Queue chunks of a subgroup for writing into free slots, those of them that were not before."""
+    def write(self, subgroup: int, resident: Resident, chunks: Iterable[int], is_usual: bool = True) -> None:
+        """Queue chunks of a subgroup for writing into free slots, those of them that were not before.
+
+        `is_usual`: see `Job`.
+        """
         wanted = [index for index in chunks if index not in resident.asked]
         resident.asked.update(wanted)
         resident.unwritten += len(wanted)
-        self._unplaced.extend((subgroup, index, resident) for index in wanted)
+        self._unplaced.extend((subgroup, index, resident, is_usual) for index in wanted)
         self.place_chunks()
         self._commit_if_whole(subgroup, resident)
 
     def place_chunks(self) -> None:
         """Give waiting chunks to tiers, first come first served, so that one record at least gets through."""
         while self._unplaced:
-            subgroup, index, resident = self._unplaced[0]
+            subgroup, index, resident, is_usual = self._unplaced[0]
             cut = self._table.cuts(subgroup)[index]
             tier = self.placement.pick([len(tier.slots) for tier in self._tiers], cut.stop - cut.start)
             if tier is None:
                 return
             self._unplaced.popleft()
-            self._submit(subgroup, index, resident, tier)
+            self._submit(subgroup, index, resident, tier, is_usual)
 
-    def _submit(self, subgroup: int, index: int, resident: Resident, tier: int) -> None:
+    def _submit(self, subgroup: int, index: int, resident: Resident, tier: int, is_usual: bool) -> None:
         record, cut = self._table[subgroup], self._table.cuts(subgroup)[index]
         slot = self._tiers[tier].slots.take()
         done = partial(self._chunk_written, subgroup, index, resident, tier, slot, cut.stop - cut.start)
         view = resident.buffer.view(record.nbytes)[cut]
-        self._tiers[tier].writes.submit(Job(slot, view, record.label, None, done))
+        self._tiers[tier].writes.submit(Job(slot, view, record.label, None, done, is_usual))
 
     def _chunk_written(
         self,

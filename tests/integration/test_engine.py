@@ -220,13 +220,12 @@ def test_files_of_a_node_on_shared_storage_become_parts_of_checkpoints(tmp_path,
     tiers = [
         {"name": f"t{i}", "dir": d, "kind": "shared", "read_bps": 1e8, "write_bps": 1e8} for i, d in enumerate(dirs)
     ]
-    args = {"dirs": dirs, "section": {**SHARED, "tiers": tiers}, "checkpoint": str(tmp_path / "ckpt")}
-    for found in run("resume", 2, tmp_path, **args):
-        assert found["equal"]
+    folders = {"checkpoint": str(tmp_path / "ckpt"), "archive": str(tmp_path / "archive" / "of" / "ckpt")}
+    for found in run("resume", 2, tmp_path, dirs=dirs, section={**SHARED, "tiers": tiers}, **folders):
+        assert found["equal"], "after the run and its state were gone and the checkpoint was moved"
         assert found["unharmed"]
-    linked = list((tmp_path / "ckpt" / "four").glob("sealed*.h5"))
-    assert linked
-    assert all(path.stat().st_nlink == 1 for path in linked), "it is the checkpoint's alone"
+    assert not (tmp_path / "ckpt").exists()
+    assert list((tmp_path / "archive" / "of" / "ckpt" / "four").glob("sealed*.h5"))
     assert [os.listdir(d) for d in dirs] == [[], []]
 
 

@@ -8,9 +8,13 @@ import logging
 import math
 import os
 import stat
+import warnings
+from unittest.mock import Mock, call
 
 import pytest
+import torch
 
+from mlpo_hpc.engine.journaling import Journaling
 from mlpo_hpc.errors import MlpoError, StorageError
 from mlpo_hpc.report.journals import find_journals, read_journals
 from mlpo_hpc.telemetry.journal import Journal, open_journal
@@ -154,3 +158,14 @@ def test_a_loss_before_the_first_step_is_an_error(tmp_path):
     with pytest.raises(MlpoError, match="after engine.step"):
         journal.loss(1.0)
     journal.close()
+
+
+def test_a_loss_may_be_what_the_model_returned():
+    """A tensor with a gradient, of which torch warns if it is made a number by other means."""
+    training = Journaling()
+    training.journal = Mock()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.record_loss(torch.tensor(2.5, requires_grad=True) * 1, 7)
+        training.record_loss(1.5)
+    assert training.journal.loss.mock_calls == [call(2.5, 7), call(1.5, None)]

@@ -149,12 +149,16 @@ def predicted(case):
 def test_the_measured_checkpoints_are_predicted(case):
     measured, (forecast, made) = MEASURED["cases"][case], predicted(case)
     beside = made.manners["background"]
-    assert beside.iterations == measured["committed_within_iterations"]["median"]
+    assert within(beside.iterations, measured["committed_within_iterations"])
     committed_s = beside.iterations * forecast.iteration_s + beside.slowed_s
     assert committed_s == pytest.approx(measured["committed_s"]["median"], rel=0.15)
     assert beside.slowed_s / forecast.iteration_s < measured["stall"]["min"], "storage is not all of it"
     numel = MACHINE["conditions"]["blocks"] * 8 * MACHINE["conditions"]["hidden"] ** 2
     assert made.nbytes / numel == pytest.approx(measured["bytes_per_parameter"], rel=0.01)
+
+
+def within(value, spread):
+    return spread["min"] <= value <= spread["max"]
 
 
 ROWS = {"shared": "all tiers shared", "node_local": "first tier node-local"}
