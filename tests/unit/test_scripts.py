@@ -17,7 +17,8 @@ from mlpo_hpc.cli.bench import USUAL
 from mlpo_hpc.config import OffloadConfig, Tier
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPTS = [*sorted((ROOT / "slurm").glob("*.sbatch")), ROOT / ".ci/run", ROOT / ".ci/setup", ROOT / ".ci/mpirun"]
+CI = ("run", "setup", "mpirun", "packages", "setup_mpis")
+SCRIPTS = [*sorted((ROOT / "slurm").glob("*.sbatch")), *(ROOT / ".ci" / name for name in CI)]
 TEXTS = [
     ROOT / "README.md",
     *(
