@@ -104,6 +104,8 @@ def _plain_checkpoint(commit: Commit, upkeep: Upkeep) -> dict[str, Any]:
 def foresee(job: Job, policy: Policy) -> Outlook | None:
     """Simulate a job under a policy; None if its state has no room on the tiers."""
     tiers = job.machine.local_tiers
+    if policy.codec and fits_in_memory(job, policy):  # with "tiers": [], as the advice is, nothing is short
+        policy = replace(policy, codec=False)
     weights = fitting_weights(job, policy, weights_of(policy, tiers))
     if weights is None:
         return None

@@ -281,3 +281,11 @@ def test_the_docs_say_what_comes_out():
 def test_what_is_no_benchmark_is_refused(tmp_path):
     (tmp_path / "b.json").write_text('{"rows": []}')
     assert "not what mlpo bench --json writes" in run("--against", str(tmp_path / "b.json"), code=2)
+
+
+def test_state_that_fits_into_memory_is_not_decoded():
+    """The advice then is to have no tiers, and without them nothing is short."""
+    job = replace(JOB, host_bytes=400 * 10**9)
+    assert "tiers" in " ".join(make_plan(job).warnings)
+    ours, mlp = (foresee(job, policy).forecast for policy in (OURS, MLP))
+    assert ours.update_s == pytest.approx(mlp.update_s, rel=1e-3)
