@@ -60,9 +60,10 @@ class Watched(Rank):
         self.spans.append(Span(way, tier, then.args[0], now_s - nbytes / TIERS[tier].rate_bps(way), now_s))
         then()
 
-    def _put(self, subgroup: int) -> None:
-        self.spans.append(Span("update", -1, subgroup, self._clock.now_s - SHARE.update_s, self._clock.now_s))
-        super()._put(subgroup)
+    def _change(self, subgroup: int) -> Process:
+        begin_s = self._clock.now_s
+        yield from super()._change(subgroup)
+        self.spans.append(Span("update", -1, subgroup, begin_s, self._clock.now_s))
 
     def sample(self) -> Process:
         """Look into host memory again and again, to the end."""

@@ -75,7 +75,7 @@ class Attempt:
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Tell the other ranks that it will not be."""
-        folders.write_whole(self.folder / self._name("failed", rank), f"rank {rank} on {here()}: {error}".encode())
+        folders.replace_whole(self.folder / self._name("failed", rank), f"rank {rank} on {here()}: {error}".encode())
 
     def _name(self, kind: str, rank: int) -> str:
         return f"{kind}-{rank:05d}-{self._unique}.json"
@@ -84,7 +84,7 @@ class Attempt:
         """Look again and again, less and less often, as long as any file of this attempt grows or comes."""
         pause_s, before, since = FIRST_POLL_S, dict[str, int](), time.monotonic()
         while not is_there(found := self._files()):
-            failed = sorted(name for name in found if name.startswith("failed-"))
+            failed = sorted(name for name in found if name.startswith("failed-") and name.endswith(".json"))
             if failed:
                 raise StorageError(folders.read_whole(self.folder / failed[0]).decode(errors="replace"))
             if found != before:

@@ -68,6 +68,8 @@ class CopyOnWrite:
 
 def _copy(data: memoryview) -> memoryview:
     """Into new memory, without holding up other threads."""
+    if not len(data):
+        return data
     copy = Buffer(len(data)).view(len(data))
     np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(data, np.uint8))
     return copy

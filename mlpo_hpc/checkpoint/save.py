@@ -114,7 +114,9 @@ class Save:
         """
         for kept in self._kept[subgroup] if self._copies else ():
             kept.before_change(timeout_s)
-        if not self._copies and not self._safe[subgroup].wait(timeout_s):
+        with self._writer.pace.awaited():
+            safe = self._copies or self._safe[subgroup].wait(timeout_s)
+        if not safe:
             raise StorageTimeout(
                 f"the checkpoint does not get on: nothing was written for {timeout_s:.0f} s on {here()}"
             )
@@ -207,11 +209,15 @@ class Save:
         """From tiers into the shard: each chunk is read while the one before it is written."""
         reads = (self._read(subgroup, lying, number % 2) for number, lying in enumerate(chunks))
         coming = next(reads, None)
-        while coming is not None:
-            lying, view, moving = coming
-            self._paces[lying.tier].took(moving.wait())
-            coming = next(reads, None)
-            yield self._add(view, lying.checksum)
+        try:
+            while coming is not None:
+                lying, view, moving = coming
+                self._paces[lying.tier].took(moving.wait())
+                coming = next(reads, None)
+                yield self._add(view, lying.checksum)
+        finally:
+            if coming is not None:  # its file may be closed when this save has ended
+                coming[-1].settle()
 
     def _read(self, subgroup: int, lying: Lying, place: int) -> tuple[Lying, memoryview, Moving]:
         """Begin to read a chunk, into one of two places."""

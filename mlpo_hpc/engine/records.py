@@ -175,6 +175,8 @@ class Records:
         self._staged = torch.empty(0)
         self._stamps: dict[int, list[int]] = {}
         self._told: set[str] = set()
+        self.before_change: Callable[[int], None] = lambda _: None
+        """Called before anything of a subgroup may change, its record or its 16-bit weights."""
 
     @property
     def codec(self) -> str:
@@ -227,6 +229,7 @@ class Records:
         new : bool
             Whether nothing was written to it yet: it has the weights, and state that is zero.
         """
+        self.before_change(subgroup)
         opened = Opened(self, subgroup, record, resize, whole or not self._in_parts, new)
         for name in opened.changed:
             self._tell(name)

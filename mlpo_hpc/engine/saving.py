@@ -76,7 +76,7 @@ class Saving:
         """Collective over all ranks. Save all that the run needs to go on, on any number of ranks.
 
         With ``checkpoint.commit: "background"`` it returns when the state is sealed, and training goes on; the
-        16-bit weights must not be changed by others than the optimizer before the next step.
+        16-bit weights must not be changed by others than the optimizer before the next step that updates them.
 
         Parameters
         ----------

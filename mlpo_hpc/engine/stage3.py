@@ -105,6 +105,7 @@ class OffloadStage3(Gradients, Journaling, StateFile, OwnCheckpoint, NativeCheck
         numels = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
         of_subgroups = [specs[self.sub_group_to_group_id[i]] for i in range(len(numels))]
         self._state = BoundState(of_subgroups, self._make_records(numels, of_subgroups))
+        self._state.records.before_change = self._wait_safe
         self._store = self._open_store(numels)
         self.optimizer_swapper = self  # the base hands the new partitions to `initialize_parameters`
         try:
@@ -220,6 +221,7 @@ class OffloadStage3(Gradients, Journaling, StateFile, OwnCheckpoint, NativeCheck
             super().step(closure)
         finally:
             self._in_step = False
+            self._store.pipeline.end_step()
         if self._updated:  # an overflow skips the step: the same head is in host memory still
             self._flipped = not self._flipped
             self._steps += 1
@@ -282,12 +284,15 @@ class OffloadStage3(Gradients, Journaling, StateFile, OwnCheckpoint, NativeCheck
 
     # ---- state in and out of host memory --------------------------------------------------
 
+    def _wait_safe(self, subgroup: int) -> None:
+        """A checkpoint that is saved beside training does not need a subgroup as it is any more."""
+        if self.saving is not None:
+            self.saving.save.wait_safe(subgroup, self._config.tokens.timeout_s)
+
     def _optimizer_states_and_gradient_swap_in(self, sub_group_id: int, timer_names: Any = None) -> None:
         """Bring a subgroup's state into host memory; outside of a step all of it is wanted, and the 32-bit gradient."""
         for left in list(self._opened):  # by a debug call that raised half way
             self._give_back(left, dirty=True)
-        if self.saving is not None:
-            self.saving.save.wait_safe(sub_group_id, self._config.tokens.timeout_s)
         pipeline, master = self._store.pipeline, self.fp32_partitioned_groups_flat[sub_group_id]
         record = pipeline.get(sub_group_id)
         opened = self._state.records.open(sub_group_id, record, pipeline.resize, whole=not self._in_step)

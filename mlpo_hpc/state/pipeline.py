@@ -244,8 +244,12 @@ class Pipeline(Room):
             return seal
 
     def is_stepping(self) -> bool:
-        """Whether a step has begun and will ask for more subgroups. Without the lock: a hint."""
-        return self._stepping and self._position < self._num_turns
+        """Whether a step has begun, will ask for more subgroups, and gets on. Without the lock: a hint."""
+        return self._stepping and self._position < self._num_turns and not self._writer.lacks_slots
+
+    def end_step(self) -> None:
+        """The step has ended, also if by an error. Idempotent."""
+        self._stepping = False
 
     @property
     def is_closed(self) -> bool:

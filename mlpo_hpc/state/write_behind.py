@@ -49,6 +49,11 @@ class WriteBehind:
         self.seal: Seal | None = None
         """Waits for what was in host memory alone."""
 
+    @property
+    def lacks_slots(self) -> bool:
+        """Whether chunks wait for slots."""
+        return bool(self._unplaced)
+
     def write(self, subgroup: int, resident: Resident, chunks: Iterable[int], is_usual: bool = True) -> None:
         """Queue chunks of a subgroup for writing into free slots, those of them that were not before.
 

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import xxhash
@@ -70,6 +70,11 @@ class Moving:
         if self._error is not None:
             raise self._error
         return self._seconds
+
+    def settle(self) -> None:
+        """Wait until it is not under way any more, whatever came of it: nobody wants it."""
+        with suppress(Exception):
+            self.wait()
 
 
 class Lane:

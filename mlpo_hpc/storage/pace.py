@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from mlpo_hpc.storage.lane import Lane
 
+MOST_PATIENCE_S = 60.0
 SHARE = 50
 """A lane that is busy all the time gives up one part in so many, so that the other traffic comes to an end too."""
 LEAST_PATIENCE_S = 5.0
@@ -33,11 +34,21 @@ class Pace:
         self._is_wanted = is_wanted
         self._last_s = LEAST_PATIENCE_S / SHARE
         self._hurry = threading.Event()
+        self._awaited = 0
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing holds it up."""
-        return not self._lanes or self._hurry.is_set()
+        """Whether nothing holds it up; so it is too when the process is about to end."""
+        return not self._lanes or self._hurry.is_set() or self._awaited > 0 or not threading.main_thread().is_alive()
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Somebody waits for this traffic as long as this lasts: it is as urgent as any other."""
+        self._awaited += 1
+        try:
+            yield
+        finally:
+            self._awaited -= 1
 
     def hurry(self) -> None:
         """From now on somebody waits for this traffic: it is as urgent as any other."""
@@ -45,7 +56,8 @@ class Pace:
 
     def wait(self) -> None:
         """Wait until the lanes are idle, or as long as is fair."""
-        end, pause_s = time.monotonic() + max(LEAST_PATIENCE_S, SHARE * self._last_s), FIRST_POLL_S
+        patience_s = min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, SHARE * self._last_s))
+        end, pause_s = time.monotonic() + patience_s, FIRST_POLL_S
         while not self.is_free and time.monotonic() < end and not self._are_idle():
             self._hurry.wait(pause_s)
             pause_s = min(LAST_POLL_S, 1.5 * pause_s)

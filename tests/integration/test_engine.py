@@ -148,10 +148,10 @@ def test_checkpoints_go_to_and_come_from_stock_deepspeed(tmp_path, dirs):
     assert found == [{"to_stock": True, "from_stock": True}]
 
 
-@pytest.mark.parametrize("spare_memory", [WHOLE(True), False])
-def test_host_memory_alone_saves_and_resumes(spare_memory, tmp_path):
-    args = {"host_memory": 10**7, "section": BACKGROUND, "spare_memory": spare_memory}
-    found = run("resume", 1, tmp_path, dirs=[], checkpoint=str(tmp_path / "ckpt"), **args)
+@pytest.mark.parametrize(("spare_memory", "num_tiers"), [WHOLE(True, 0), WHOLE(False, 2), (False, 0), (True, 2)])
+def test_host_memory_alone_saves_and_resumes(spare_memory, num_tiers, tmp_path, dirs):
+    args = {"host_memory": 10**7, "section": BACKGROUND, "spare_memory": spare_memory, "looked_at": True}
+    found = run("resume", 1, tmp_path, dirs=dirs[:num_tiers], checkpoint=str(tmp_path / "ckpt"), **args)
     assert found[0]["equal"]
     assert found[0]["unharmed"]
 

@@ -257,6 +257,8 @@ def resume(args: Args) -> Args:
     begun = train(first, 4)
     first.save_checkpoint(args["checkpoint"], tag="four", client_state={"where": 4})
     first.save_checkpoint(args["checkpoint"], tag="four", client_state={"where": 4})  # the same tag again
+    if args.get("looked_at"):  # which changes records in place, while they are saved
+        first.optimizer.save_hdf5(f"{args['checkpoint']}.h5")
     kept_on = train(first, 3, first=4)
     unharmed = fingerprint(first) == wanted
     first.destroy()

@@ -66,6 +66,14 @@ def test_rank_0_commits_when_the_shards_of_all_are_there(tmp_path):
     assert threads[0].is_committed()
 
 
+def test_what_a_rank_is_still_writing_is_not_read(tmp_path):
+    """A note that it failed, half written; should it come, it comes by a rename."""
+    (tmp_path / f"failed-00001-{UNIQUE}.json.partial").write_bytes(b"")
+    threads, found = ranks(tmp_path, [Part(tmp_path, 0), Part(tmp_path, 1)])
+    assert threads[0].wait_ended() is None
+    assert len(found) == 2
+
+
 def test_a_rank_that_fails_is_told_to_the_others_and_training_is_not_disturbed(tmp_path):
     folder = tmp_path / "one"
     folder.mkdir()

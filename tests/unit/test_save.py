@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from mlpo_hpc.checkpoint.manifest import RecordEntry, Shard
 from mlpo_hpc.checkpoint.save import Outline, Save
 from mlpo_hpc.checkpoint.write import ShardWriter
 from mlpo_hpc.errors import StorageTimeout
+from mlpo_hpc.state.table import Chunk as Lying
+from mlpo_hpc.storage import pace
 from mlpo_hpc.storage.pace import Pace
 
 NUM_SUBGROUPS, PIECE, WAIT_S = 3, 4096, 30.0
@@ -62,13 +65,13 @@ class Held:
 class Scene:
     """A rank whose weights and state are of one value a subgroup, and its save in a thread."""
 
-    def __init__(self, folder, monkeypatch, copies, past_cache=False):
+    def __init__(self, folder, monkeypatch, copies, past_cache=False, gate=None):
         monkeypatch.setattr(write, "CHUNK_BYTES", PIECE)
         self.live = [
             [np.full(nbytes, 10 * subgroup + number, np.uint8) for number, nbytes in enumerate(SIZES)]
             for subgroup in range(NUM_SUBGROUPS)
         ]
-        self.gate = Gate(is_free=not past_cache)
+        self.gate = gate or Gate(is_free=not past_cache)
         records = [
             RecordEntry(
                 numel=1, vectors=(), pieces=(), split=False, nbytes=SIZES[1], chunks=(), weights=(), scalars=None
@@ -92,7 +95,8 @@ class Scene:
 
     def saved(self):
         """What became of it: values of weights and state."""
-        self.gate.open()
+        if isinstance(self.gate, Gate):
+            self.gate.open()
         self.thread.join(WAIT_S)
         (file,) = self.folder.glob("shard-*")
         return [
@@ -137,6 +141,50 @@ def test_without_memory_to_spare_an_update_waits(tmp_path, monkeypatch, pieces):
     assert scene.saved() == TRUTH
     training.join(WAIT_S)
     assert not training.is_alive()
+
+
+class Idle:
+    """A lane of which nothing is asked."""
+
+    def is_idle(self):
+        return True
+
+    @contextmanager
+    def turn(self):
+        yield
+
+
+def test_a_save_that_an_update_waits_for_does_not_wait_for_the_update(tmp_path, monkeypatch):
+    """A step has begun, so the tiers are its own; but it waits for what is to be written."""
+    monkeypatch.setattr(pace, "LEAST_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(pace, "MOST_PATIENCE_S", 1000.0)
+    scene = Scene(tmp_path, monkeypatch, copies=False, gate=Pace([Idle()], lambda: True))
+    scene.update()
+    scene.save.hurry()
+    assert scene.saved() == TRUTH
+
+
+def test_nothing_is_being_read_any_more_when_a_save_has_failed(tmp_path, monkeypatch):
+    settled = []
+
+    class Reads:
+        def move(self, slot, view, label, checksum):
+            return Mock(wait=lambda: 0.0, settle=lambda: settled.append(slot))
+
+    scene = Scene(tmp_path, monkeypatch, copies=True)
+    scene.save._tiers, scene.save._paces = [Mock(reads=Reads())], [Pace()]
+    monkeypatch.setattr(ShardWriter, "add_whole", lambda self, view, checksum: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(scene.save._copy(0, [Lying(0, slot, PIECE, 7) for slot in range(3)]))
+    assert settled == [1], "the one that was read ahead"
+    scene.saved()
+
+
+def test_a_subgroup_without_items_is_copied_too():
+    empty = CopyOnWrite(lambda: memoryview(b""))
+    empty.before_change(WAIT_S)
+    with empty.reading() as view:
+        assert len(view) == 0
 
 
 def test_an_update_that_comes_when_the_save_has_failed_does_not_wait(tmp_path, monkeypatch):

@@ -229,3 +229,20 @@ def test_a_seal_may_be_given_up_while_what_it_waits_for_is_written():
         assert not any(tier.slots._held for tier in pipeline.tiers)
     finally:
         pipeline.close()
+
+
+def test_a_step_that_waits_for_slots_does_not_keep_the_save_waiting_that_will_release_them():
+    pipeline = make([BLOCK] * 4, 1, BLOCK, BLOCK, 0.0)
+    try:
+        fill(pipeline, range(4))
+        assert not pipeline.is_stepping()
+        pipeline.begin(range(4))
+        assert pipeline.is_stepping()
+        pipeline._writer._unplaced.append((0, 0, None, True))
+        assert not pipeline.is_stepping()
+        pipeline._writer._unplaced.clear()
+        pipeline.get(0)
+        pipeline.end_step()  # by an error, say
+        assert not pipeline.is_stepping()
+    finally:
+        pipeline.close()
