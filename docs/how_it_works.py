@@ -22,7 +22,7 @@ from mlpo_hpc.planner.rank import Rank, Share, have_ended
 from mlpo_hpc.planner.simulate import weights_of
 
 TIERS = (PlanTier("nvme", 2e9, 2e9), PlanTier("pfs", 1e9, 1e9))
-SHARE = Share(num_subgroups=12, subgroup_items=1e8, host_bytes=5.8e9, forward_s=0.5, backward_s=1.0, update_s=0.08)
+SHARE = Share(num_subgroups=12, subgroup_items=1e8, host_bytes=5.05e9, forward_s=0.5, backward_s=1.0, update_s=0.08)
 STEPS, SHOWN = 6, (2, 4)
 """The first iterations begin with nothing in memory; those that are shown repeat themselves."""
 SAMPLE_S = 0.01
