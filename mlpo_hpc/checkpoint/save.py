@@ -112,10 +112,12 @@ class Save:
         StorageTimeout
             If it takes longer than `timeout_s`.
         """
-        for kept in self._kept[subgroup] if self._copies else ():
-            kept.before_change(timeout_s)
+        if self._copies:
+            for kept in self._kept[subgroup]:
+                kept.before_change(timeout_s)
+            return
         with self._writer.pace.awaited():
-            safe = self._copies or self._safe[subgroup].wait(timeout_s)
+            safe = self._safe[subgroup].wait(timeout_s)
         if not safe:
             raise StorageTimeout(
                 f"the checkpoint does not get on: nothing was written for {timeout_s:.0f} s on {here()}"

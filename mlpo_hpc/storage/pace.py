@@ -9,11 +9,12 @@ from contextlib import ExitStack, contextmanager
 
 from mlpo_hpc.storage.lane import Lane
 
-MOST_PATIENCE_S = 60.0
 SHARE = 50
 """A lane that is busy all the time gives up one part in so many, so that the other traffic comes to an end too."""
 LEAST_PATIENCE_S = 5.0
 """A shorter time that a lane is busy is its own."""
+MOST_PATIENCE_S = 60.0
+"""Bytes that were queued for long do not hold up those after them for ever."""
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
 """Between two looks: looking takes time of a processor that training wants."""
 
