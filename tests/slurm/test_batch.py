@@ -47,7 +47,9 @@ def submit(bed, folder, script, *options, **environ):
 def check_nothing_is_left(bed):
     done = bed.run("srun", "-N2", "-n2", "--mpi=none", "ls", "-A", str(bed.scratch), str(bed.shared))
     assert done.returncode == 0, done.stderr
-    assert {line for line in done.stdout.split("\n") if line and not line.endswith(":")} == {"lost+found"}
+    found = {line for line in done.stdout.split("\n") if line and not line.endswith(":")}
+    # A folder of Slurm's own for PMIx is removed by it, some time after a step was killed.
+    assert {name for name in found if not name.startswith("spmix_appdir_")} == {"lost+found"}
 
 
 def test_from_a_checkout_with_an_environment_nothing_must_be_set(bed, tmp_path):
