@@ -94,7 +94,6 @@ def main() -> None:
         measure(world, os.path.join(folder, "capped"), num_slots, lambda: disk.cap(cap_bps))
         world.Barrier()
     if world.rank == 0:
-        os.rmdir(os.path.join(folder, "capped"))
         os.rmdir(folder)
 
 
