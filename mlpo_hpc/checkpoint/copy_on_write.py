@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from mlpo_hpc.errors import StorageTimeout, here
 from mlpo_hpc.state.cache import Buffer
 
@@ -45,13 +43,13 @@ class CopyOnWrite:
             If a piece of work with the bytes takes longer than `timeout_s`.
         """
         if not self._lock.acquire(timeout=timeout_s):
-            raise StorageTimeout(
-                f"the checkpoint does not get on: nothing was written for {timeout_s:.0f} s on {here()}"
-            )
+            raise stuck(timeout_s)
         try:
             if not self._dropped:
                 data = self._get()
-                self._data, self._is_live = _copy(data) if self._is_live else data, False
+                if self._is_live and len(data):
+                    data = Buffer(len(data)).fill(data)
+                self._data, self._is_live = data, False
         finally:
             self._lock.release()
 
@@ -66,10 +64,6 @@ class CopyOnWrite:
         return self._data
 
 
-def _copy(data: memoryview) -> memoryview:
-    """Into new memory, without holding up other threads."""
-    if not len(data):
-        return data
-    copy = Buffer(len(data)).view(len(data))
-    np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(data, np.uint8))
-    return copy
+def stuck(timeout_s: float) -> StorageTimeout:
+    """The error for an update that has waited too long for what is to be saved."""
+    return StorageTimeout(f"the checkpoint does not get on: nothing was written for {timeout_s:.0f} s on {here()}")

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mlpo_hpc.checkpoint.copy_on_write import CopyOnWrite
+from mlpo_hpc.checkpoint.copy_on_write import CopyOnWrite, stuck
 from mlpo_hpc.checkpoint.manifest import Chunk, FileEntry, PieceEntry, RecordEntry
 from mlpo_hpc.checkpoint.write import ShardWriter
-from mlpo_hpc.errors import StorageTimeout, here
 from mlpo_hpc.state.cache import Buffer
 from mlpo_hpc.state.links import LinkedFile
 from mlpo_hpc.state.seal import Seal
@@ -119,9 +118,7 @@ class Save:
         with self._writer.pace.awaited():
             safe = self._safe[subgroup].wait(timeout_s)
         if not safe:
-            raise StorageTimeout(
-                f"the checkpoint does not get on: nothing was written for {timeout_s:.0f} s on {here()}"
-            )
+            raise stuck(timeout_s)
 
     def run(self) -> FileEntry:
         """Write the shard; what the manifest says of it. If it fails, nothing of it is left and training may go on."""

@@ -88,18 +88,12 @@ class ShardWriter:
         with self.pace.moving(), ExitStack() as reading:
             piece = reading.enter_context(data.reading())[part]
             if self._past_cache is not None:
-                piece = self._copy(piece)
+                self._bounce = self._bounce or Buffer(CHUNK_BYTES)  # aligned
+                piece = self._bounce.fill(piece)
                 reading.close()  # the device is not waited for by an update
             self._move(piece)
             checksum = xxhash.xxh3_64_hexdigest(piece)
         return Chunk(file=self._path.name, offset=begin, nbytes=len(piece), checksum=checksum)
-
-    def _copy(self, piece: memoryview) -> memoryview:
-        """Into aligned memory, without holding up other threads."""
-        self._bounce = self._bounce or Buffer(CHUNK_BYTES)
-        copy = self._bounce.view(len(piece))
-        np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(piece, np.uint8))
-        return copy
 
     def _move(self, piece: memoryview) -> None:
         if self._past_cache is not None and _is_aligned(piece):

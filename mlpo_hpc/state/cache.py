@@ -7,6 +7,8 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 
+import numpy as np
+
 HUGE_PAGE_BYTES = 2**21  # of x86-64, and of arm64 with small pages; elsewhere the advice has no effect
 
 
@@ -33,6 +35,12 @@ class Buffer:
     def view(self, nbytes: int) -> memoryview:
         """The first bytes. Memory is unmapped when the buffer and its last view are gone."""
         return memoryview(self._map)[self._begin : self._begin + nbytes]
+
+    def fill(self, data: memoryview) -> memoryview:
+        """A copy of some bytes, at the beginning; other threads go on meanwhile."""
+        copy = self.view(len(data))
+        np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(data, np.uint8))
+        return copy
 
     def discard(self, part: slice) -> None:
         """Give the pages of a part back to the system; it reads as zeros from then on."""
