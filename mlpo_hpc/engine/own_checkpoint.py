@@ -79,7 +79,7 @@ class OwnCheckpoint:
         for left in list(self._opened):  # by a debug call
             self._give_back(left, dirty=True)
         tiers, numels = self._store.pipeline.tiers, self._state.numels
-        lanes, is_wanted = self._store.lanes_of_device(folder) if background else [], self._store.pipeline.is_stepping
+        lanes, is_wanted = self._store.lanes_of_device(folder) if background else [], self._store.pipeline.is_wanted
         with ExitStack() as undoing:
             for file in files.values():
                 undoing.callback(file.undo)

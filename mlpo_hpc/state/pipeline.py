@@ -25,6 +25,7 @@ from functools import partial
 from mlpo_hpc.state.cache import Pool, keep_suffix
 from mlpo_hpc.state.placement import Placement
 from mlpo_hpc.state.resident import Phase, Resident
+from mlpo_hpc.state.rhythm import Rhythm
 from mlpo_hpc.state.room import Room
 from mlpo_hpc.state.seal import Seal
 from mlpo_hpc.state.table import Table
@@ -80,6 +81,7 @@ class Pipeline(Room):
         self.pool = pool
         self.tiers = tiers
         self.counts = Counts()
+        self._rhythm = Rhythm()
         self._prefetch = 2 * len(table) if prefetch is None else prefetch
         self._watch = Watch(timeout_s, self._queues)
         self._writer = WriteBehind(table, tiers, placement, self._watch, self._after_write)
@@ -97,7 +99,6 @@ class Pipeline(Room):
             self._places = {subgroup: place for place, subgroup in enumerate(order)}
             self._places_then = {subgroup: place for place, subgroup in enumerate(then)}
             self._position = 0
-            self._stepping = False
             self._next_read = len(self._upcoming)
             self._writer.placement.begin()
             sizes = [record.nbytes for record in self.table.records]
@@ -108,7 +109,7 @@ class Pipeline(Room):
         with self._watch:
             self._watch.raise_failure()
             self.plan(order, following)
-            self._stepping = True
+            self._rhythm.begin()
             self._next_read = 0
             self._read_ahead()
 
@@ -243,13 +244,21 @@ class Pipeline(Room):
                 self.tiers[tier].succeed(container)
             return seal
 
-    def is_stepping(self) -> bool:
-        """Whether a step has begun, will ask for more subgroups, and gets on. Without the lock: a hint."""
-        return self._stepping and self._position < self._num_turns and not self._writer.lacks_slots
+    def is_wanted(self, lead_s: float = 0.0) -> bool:
+        """Whether an update will ask for more subgroups, and gets on, or is expected. Without the lock: a hint.
+
+        Parameters
+        ----------
+        lead_s : float
+            How long before it is expected it counts.
+        """
+        if self._rhythm.is_stepping:
+            return self._position < self._num_turns and not self._writer.lacks_slots
+        return self._rhythm.is_near(lead_s)
 
     def end_step(self) -> None:
         """The step has ended, also if by an error. Idempotent."""
-        self._stepping = False
+        self._rhythm.end()
 
     @property
     def is_closed(self) -> bool:

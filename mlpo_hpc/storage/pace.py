@@ -15,6 +15,8 @@ LEAST_PATIENCE_S = 5.0
 """A shorter time that a lane is busy is its own."""
 MOST_PATIENCE_S = 60.0
 """Bytes that were queued for long do not hold up those after them for ever."""
+IN_FLIGHT = 2
+"""Pieces under way at once, one being read and one written: so long before others come no new one is begun."""
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
 """Between two looks: looking takes time of a processor that training wants."""
 
@@ -27,10 +29,10 @@ class Pace:
     lanes : sequence of Lane
         Those whose device it uses; none: nothing holds it up.
     is_wanted : callable, optional
-        Whether somebody has more to ask of them soon, though nothing is asked now.
+        Whether somebody will ask more of them within the given seconds, though nothing is asked now.
     """
 
-    def __init__(self, lanes: Sequence[Lane] = (), is_wanted: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, lanes: Sequence[Lane] = (), is_wanted: Callable[[float], bool] = lambda _: False) -> None:
         self._lanes = list(lanes)
         self._is_wanted = is_wanted
         self._last_s = LEAST_PATIENCE_S / SHARE
@@ -64,7 +66,7 @@ class Pace:
             pause_s = min(LAST_POLL_S, 1.5 * pause_s)
 
     def _are_idle(self) -> bool:
-        return not self._is_wanted() and all(lane.is_idle() for lane in self._lanes)
+        return not self._is_wanted(IN_FLIGHT * self._last_s) and all(lane.is_idle() for lane in self._lanes)
 
     @contextmanager
     def moving(self) -> Iterator[None]:

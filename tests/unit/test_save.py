@@ -158,7 +158,7 @@ def test_a_save_that_an_update_waits_for_does_not_wait_for_the_update(tmp_path, 
     """A step has begun, so the tiers are its own; but it waits for what is to be written."""
     monkeypatch.setattr(pace, "LEAST_PATIENCE_S", 1000.0)
     monkeypatch.setattr(pace, "MOST_PATIENCE_S", 1000.0)
-    scene = Scene(tmp_path, monkeypatch, copies=False, gate=Pace([Idle()], lambda: True))
+    scene = Scene(tmp_path, monkeypatch, copies=False, gate=Pace([Idle()], lambda _: True))
     scene.update()
     scene.save.hurry()
     assert scene.saved() == TRUTH

@@ -235,14 +235,14 @@ def test_a_step_that_waits_for_slots_does_not_keep_the_save_waiting_that_will_re
     pipeline = make([BLOCK] * 4, 1, BLOCK, BLOCK, 0.0)
     try:
         fill(pipeline, range(4))
-        assert not pipeline.is_stepping()
+        assert not pipeline.is_wanted()
         pipeline.begin(range(4))
-        assert pipeline.is_stepping()
+        assert pipeline.is_wanted()
         pipeline._writer._unplaced.append((0, 0, None, True))
-        assert not pipeline.is_stepping()
+        assert not pipeline.is_wanted()
         pipeline._writer._unplaced.clear()
         pipeline.get(0)
         pipeline.end_step()  # by an error, say
-        assert not pipeline.is_stepping()
+        assert not pipeline.is_wanted()
     finally:
         pipeline.close()
