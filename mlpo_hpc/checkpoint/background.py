@@ -14,7 +14,8 @@ from pathlib import Path
 
 import xxhash
 
-from mlpo_hpc.checkpoint import folder as folders
+from mlpo_hpc.checkpoint.documents import read_manifest
+from mlpo_hpc.checkpoint.files import read_whole, replace_whole
 from mlpo_hpc.checkpoint.manifest import FileEntry
 from mlpo_hpc.checkpoint.save import Save
 from mlpo_hpc.errors import CorruptState, StorageError, StorageTimeout, here
@@ -56,7 +57,7 @@ class Attempt:
         """
         names = [self._name("shard", rank) for rank in range(self._world_size)]
         self._wait(lambda found: all(name in found for name in names), "the shards of all ranks")
-        entries = [(name, folders.read_whole(self.folder / name)) for name in names]
+        entries = [(name, read_whole(self.folder / name)) for name in names]
         return [
             FileEntry(file=name, nbytes=len(data), checksum=xxhash.xxh3_64_hexdigest(data)) for name, data in entries
         ]
@@ -68,14 +69,14 @@ class Attempt:
     def is_committed(self) -> bool:
         """Whether the manifest in the folder is this attempt's."""
         try:
-            manifest = folders.read_manifest(self.folder)
+            manifest = read_manifest(self.folder)
         except CorruptState:  # there is none
             return False
         return manifest.shards[0].file == self._name("shard", 0)
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Tell the other ranks that it will not be."""
-        folders.replace_whole(self.folder / self._name("failed", rank), f"rank {rank} on {here()}: {error}".encode())
+        replace_whole(self.folder / self._name("failed", rank), f"rank {rank} on {here()}: {error}".encode())
 
     def _name(self, kind: str, rank: int) -> str:
         return f"{kind}-{rank:05d}-{self._unique}.json"
@@ -86,7 +87,7 @@ class Attempt:
         while not is_there(found := self._files()):
             failed = sorted(name for name in found if name.startswith("failed-") and name.endswith(".json"))
             if failed:
-                raise StorageError(folders.read_whole(self.folder / failed[0]).decode(errors="replace"))
+                raise StorageError(read_whole(self.folder / failed[0]).decode(errors="replace"))
             if found != before:
                 before, since = found, time.monotonic()
             elif time.monotonic() - since > (self._timeout_s if threading.main_thread().is_alive() else EXIT_S):

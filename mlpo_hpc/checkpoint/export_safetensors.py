@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mlpo_hpc.checkpoint.folder import write_whole
+from mlpo_hpc.checkpoint.files import write_whole
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.checkpoint.target import Told, share, whole
 from mlpo_hpc.checkpoint.tensors_file import Tensor, make_header

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlpo_hpc.checkpoint import torch_file
-from mlpo_hpc.checkpoint.folder import check_file, sync_folder, write_whole
+from mlpo_hpc.checkpoint.files import check_file, sync_folder, write_whole
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.checkpoint.target import Told, share, whole
 from mlpo_hpc.checkpoint.universal import Universal

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mlpo_hpc.checkpoint.folder import find_tag, is_deepspeeds, is_ours, is_unfinished, named_latest
+from mlpo_hpc.checkpoint.find import find_tag, is_deepspeeds, is_ours, is_unfinished, named_latest
 from mlpo_hpc.checkpoint.manifest import LATEST
 from mlpo_hpc.checkpoint.structure import outline
 from mlpo_hpc.errors import ConfigError, here, storage_error

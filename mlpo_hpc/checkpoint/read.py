@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from mlpo_hpc.checkpoint.folder import open_file, read_manifest, read_shard
+from mlpo_hpc.checkpoint.documents import read_manifest, read_shard
+from mlpo_hpc.checkpoint.files import open_file
 from mlpo_hpc.checkpoint.manifest import Chunk, Manifest, PieceEntry, RecordEntry, Shard
 from mlpo_hpc.errors import CorruptState, here, storage_error
 from mlpo_hpc.state.codec.fp32 import ITEM_BYTES, record_bytes, stride_items

@@ -6,7 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from mlpo_hpc.checkpoint.folder import OURS, committed, named_latest, sync_folder
+from mlpo_hpc.checkpoint.files import sync_folder
+from mlpo_hpc.checkpoint.find import OURS, committed, named_latest
 from mlpo_hpc.checkpoint.manifest import MANIFEST
 from mlpo_hpc.errors import storage_error
 from mlpo_hpc.telemetry.log import say, warn

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlpo_hpc.checkpoint.folder import open_file, read_manifest, read_shard
+from mlpo_hpc.checkpoint.documents import read_manifest, read_shard
+from mlpo_hpc.checkpoint.files import open_file
 from mlpo_hpc.checkpoint.manifest import MANIFEST, Chunk, Manifest, PieceEntry, RecordEntry, Shard
 from mlpo_hpc.checkpoint.read import WEIGHT_BYTES, form_of, sizes
 from mlpo_hpc.checkpoint.tensors_file import Tensor, read_header

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlpo_hpc.checkpoint.folder import sync_folder
+from mlpo_hpc.checkpoint.files import sync_folder
 from mlpo_hpc.cluster.crowd import Ranks, each
 from mlpo_hpc.errors import ConfigError, here, storage_error
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlpo_hpc.checkpoint.folder import open_file
+from mlpo_hpc.checkpoint.files import open_file
 from mlpo_hpc.errors import CorruptState, here, storage_error
 
 LENGTH_BYTES = 8

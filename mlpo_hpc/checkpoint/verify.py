@@ -10,15 +10,8 @@ from pathlib import Path
 
 import xxhash
 
-from mlpo_hpc.checkpoint.folder import (
-    BLOCK_BYTES,
-    committed,
-    find_tag,
-    is_deepspeeds,
-    is_ours,
-    is_unfinished,
-    open_file,
-)
+from mlpo_hpc.checkpoint.files import BLOCK_BYTES, open_file
+from mlpo_hpc.checkpoint.find import committed, find_tag, is_deepspeeds, is_ours, is_unfinished
 from mlpo_hpc.checkpoint.structure import Extent, Fault, Outline, outline
 from mlpo_hpc.checkpoint.target import Told
 from mlpo_hpc.errors import ConfigError, StorageError, here, storage_error

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mlpo_hpc.checkpoint.folder import check_file
+from mlpo_hpc.checkpoint.files import check_file
 from mlpo_hpc.checkpoint.read import MASTER, WEIGHT_BYTES, Reader
 from mlpo_hpc.checkpoint.tensors_file import Tensor, read_bytes, read_header
 from mlpo_hpc.errors import ConfigError, CorruptState, here

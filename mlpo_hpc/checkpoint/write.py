@@ -12,7 +12,8 @@ import numpy as np
 import xxhash
 
 from mlpo_hpc.checkpoint.copy_on_write import CopyOnWrite
-from mlpo_hpc.checkpoint.folder import encode, file_checksum, replace_whole, sync_file
+from mlpo_hpc.checkpoint.documents import encode
+from mlpo_hpc.checkpoint.files import file_checksum, replace_whole, sync_file
 from mlpo_hpc.checkpoint.manifest import Chunk, FileEntry, PieceEntry, RecordEntry, Shard
 from mlpo_hpc.errors import storage_error
 from mlpo_hpc.state.cache import Buffer

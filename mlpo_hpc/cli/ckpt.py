@@ -256,7 +256,7 @@ def _export(
 
 
 def _others(folder: Path) -> str:
-    from mlpo_hpc.checkpoint.folder import committed
+    from mlpo_hpc.checkpoint.find import committed
 
     tags = [tag for tag, _ in committed(folder.parent) if tag != folder.name]
     return f". There are also: {', '.join(tags)}" if tags else ""

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from mlpo_hpc.checkpoint import folder as folders
+from mlpo_hpc.checkpoint.files import check_file
+from mlpo_hpc.checkpoint.find import find_tag, is_deepspeeds, is_ours, offering
 from mlpo_hpc.checkpoint.manifest import MANIFEST, FrozenEntry
 from mlpo_hpc.checkpoint.plain import decode
 from mlpo_hpc.checkpoint.read import Reader
@@ -84,11 +85,11 @@ class Loading:
         """
         self._saving.settle()
         directory = Path(os.fspath(load_dir))
-        found = gather(folders.find_tag(directory, None if tag is None else str(tag)) if world_rank() == 0 else None)[0]
+        found = gather(find_tag(directory, None if tag is None else str(tag)) if world_rank() == 0 else None)[0]
         if found is None:
             say("there is no checkpoint in %s: nothing is loaded", directory)
             return None, None
-        if folders.is_deepspeeds(directory / found) and not folders.is_ours(directory / found):
+        if is_deepspeeds(directory / found) and not is_ours(directory / found):
             return self._stock_load(
                 str(directory), found, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                 load_module_only, custom_load_fn,
@@ -96,7 +97,7 @@ class Loading:
         with_state = load_optimizer_states and not load_module_only
         reader = together(lambda: self._open(directory, found, with_state, load_module_strict, custom_load_fn), LOADING)
         try:
-            with folders.offering(directory, OTHERS, but=found):
+            with offering(directory, OTHERS, but=found):
                 client = together(
                     lambda: self._restore(reader, with_state, load_lr_scheduler_states, load_module_only), LOADING
                 )
@@ -115,10 +116,10 @@ class Loading:
         """Look whether it can be loaded, before anything is changed."""
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is for checkpoints of DeepSpeed's: in this one weights are by name")
-        with folders.offering(directory, OTHERS, but=tag):
+        with offering(directory, OTHERS, but=tag):
             reader = Reader(directory / tag)
             for shard in reader.shards[world_rank() :: self._engine.world_size]:  # of those all ranks read parts
-                folders.check_file(reader.folder, shard.tensors)
+                check_file(reader.folder, shard.tensors)
         self._engine.optimizer.check_records(reader, with_state)
         mine = sorted({name for name, _ in frozen_parameters(self._engine)})
         there = sorted({frozen.name for frozen in reader.manifest.frozen})

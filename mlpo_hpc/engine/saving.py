@@ -24,6 +24,8 @@ from deepspeed.accelerator import get_accelerator
 
 from mlpo_hpc.checkpoint import folder as folders
 from mlpo_hpc.checkpoint.background import Attempt, Background
+from mlpo_hpc.checkpoint.files import partial
+from mlpo_hpc.checkpoint.find import is_deepspeeds, is_ours, offering
 from mlpo_hpc.checkpoint.manifest import LATEST, MANIFEST, FileEntry, FrozenEntry, Manifest, WeightType
 from mlpo_hpc.checkpoint.plain import encode
 from mlpo_hpc.checkpoint.rotation import make_room, rotate
@@ -119,7 +121,7 @@ class Saving:
             return Manifest(shards=tuple(shards), **values)
 
         small = self._small(tensors, not exclude_frozen_parameters)
-        with folders.offering(directory, EARLIER):
+        with offering(directory, EARLIER):
             if settings.commit == "background":
                 self._begin(tag, folder, unique, small, describe, save_latest)
             else:
@@ -235,7 +237,7 @@ class Saving:
             raise ConfigError(f"this engine has not saved a checkpoint {name!r}, only {list(self._folders)}")
         if self._background is None or self._background.tag != name:
             folder = self._folders[name]
-            return folders.is_ours(folder) or folders.is_deepspeeds(folder)
+            return is_ours(folder) or is_deepspeeds(folder)
         if wait:
             self._background.wait()
         return self._background.is_committed()
@@ -245,7 +247,7 @@ class Saving:
         done = self._stock_save(str(folder.parent), folder.name, dict(client_state or {}), *how)
         if world_rank() == 0:
             (folder / MANIFEST).unlink(missing_ok=True)
-            folders.partial(folder.parent / LATEST).unlink(missing_ok=True)
+            partial(folder.parent / LATEST).unlink(missing_ok=True)
         return done
 
     def _plain_values(self, client_state: dict[str, Any], tensors: list[torch.Tensor]) -> tuple[dict[str, Any], Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mlpo_hpc.checkpoint.folder import find_tag
+from mlpo_hpc.checkpoint.find import find_tag
 from tests.kill.contents import checksums, committed_steps, surplus
 from tests.kill.moments import PHASES, Moment, Note
 from tests.kill.programs import PROGRAMS, Place

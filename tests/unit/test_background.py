@@ -8,7 +8,7 @@ import pytest
 
 from mlpo_hpc.checkpoint import background
 from mlpo_hpc.checkpoint.background import Attempt, Background
-from mlpo_hpc.checkpoint.folder import committed, named_latest
+from mlpo_hpc.checkpoint.find import committed, named_latest
 from mlpo_hpc.checkpoint.rotation import make_room, remove, rotate
 from mlpo_hpc.errors import ConfigError, StorageError, StorageTimeout, TierFull
 from tests import checkpoints

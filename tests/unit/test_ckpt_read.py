@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpo_hpc.checkpoint import read
-from mlpo_hpc.checkpoint.folder import open_file, read_manifest
+from mlpo_hpc.checkpoint.documents import read_manifest
+from mlpo_hpc.checkpoint.files import open_file
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.checkpoint.verify import verify
 from mlpo_hpc.errors import ConfigError, CorruptState

@@ -14,6 +14,7 @@ import torch
 
 from mlpo_hpc.checkpoint import folder as folders
 from mlpo_hpc.checkpoint.copy_on_write import CopyOnWrite
+from mlpo_hpc.checkpoint.find import find_tag
 from mlpo_hpc.checkpoint.manifest import Manifest, PieceEntry, RecordEntry
 from mlpo_hpc.checkpoint.read import Reader
 from mlpo_hpc.checkpoint.write import ShardWriter
@@ -115,7 +116,7 @@ def save(directory, tag, value, save_latest=True):
 
 def found(directory):
     """The step of what would be loaded, of which every byte is looked at."""
-    reader = Reader(directory / folders.find_tag(directory, None))
+    reader = Reader(directory / find_tag(directory, None))
     values = {float(v) for name in ("fp32", "exp_avg") for v in reader.values("w", name, 0, NUM_RANKS * NUMEL)}
     assert values == {float(reader.manifest.step)}
     assert set(reader.weights("w", 0, NUM_RANKS * NUMEL).reshape(-1).view(np.float32)) == values
@@ -126,7 +127,7 @@ def found(directory):
 def broken_off(directory, tag, recorder):
     """Save, until the recorder ends it; whether it came to the end."""
     with (
-        patch.object(folders, "os", recorder),
+        patch("mlpo_hpc.checkpoint.files.os", recorder),
         patch("mlpo_hpc.checkpoint.write.os", recorder),
     ):
         try:
@@ -144,7 +145,7 @@ def test_every_crash_leaves_a_whole_checkpoint(tag, tmp_path):
         directory = tmp_path / f"at-{number}"
         recorder = Recorder()
         directory.mkdir()
-        with patch.object(folders, "os", recorder), patch("mlpo_hpc.checkpoint.write.os", recorder):
+        with patch("mlpo_hpc.checkpoint.files.os", recorder), patch("mlpo_hpc.checkpoint.write.os", recorder):
             save(directory, "one", 1)
         recorder.last = recorder.count + number
         recorder.synced(directory)  # it was there before
