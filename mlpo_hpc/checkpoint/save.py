@@ -98,6 +98,7 @@ class Save:
         self._linked = linked
         self._used: dict[int, dict[int, int]] = {tier: {} for tier in linked}
         """Bytes that the checkpoint needs of each slot of those files."""
+        writer.pace.before_others = self._copy_rest
         self._safe = [threading.Event() for _ in outline.records]
         self._kept = {subgroup: self._keep(subgroup, each) for subgroup, each in enumerate(weights)}
         self._bounces = [Buffer(1), Buffer(1)]
@@ -125,6 +126,8 @@ class Save:
         try:
             for subgroup in self._outline.order:
                 self._secure(subgroup)
+            for file in self._linked.values():
+                file.give_name()
             records = {subgroup: self._save(subgroup) for subgroup in self._outline.order}
             for tier, file in self._linked.items():
                 self._complete(tier, file)
@@ -163,10 +166,10 @@ class Save:
         if not self._used[tier] and not file.of_node:
             file.path.unlink()
             return
-        member = file.container.member(file.generation)
-        for slot in range(member.num_slots):
-            member.punch(slot, self._used[tier].get(slot, 0))
-        self._writer.sync(file.path.name)
+        container = file.sealed
+        for slot in range(container.num_slots):
+            container.punch(slot, self._used[tier].get(slot, 0))
+        container.transport.sync()
 
     def _keep(self, subgroup: int, weights: CopyOnWrite) -> list[CopyOnWrite]:
         """What the next update of a subgroup changes: the weights, and the state that is in host memory alone."""
@@ -181,6 +184,12 @@ class Save:
         self._safe[subgroup].set()
         for each in kept:
             each.drop()
+
+    def _copy_rest(self) -> None:
+        """While the tiers are left to an update nothing can be written, but copied before it asks."""
+        if self._copies:
+            for kept in itertools.chain.from_iterable(map(self._kept.__getitem__, self._outline.order)):
+                kept.before_change(threading.TIMEOUT_MAX)
 
     def _save(self, subgroup: int) -> RecordEntry:
         changed, (weights, *state) = self._written[subgroup]

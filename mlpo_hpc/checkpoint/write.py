@@ -150,10 +150,6 @@ class ShardWriter:
         replace_whole(self._folder / name, data)
         return FileEntry(file=name, nbytes=len(data), checksum=xxhash.xxh3_64_hexdigest(data))
 
-    def sync(self, name: str) -> None:
-        """Wait until a file of the checkpoint is on the device."""
-        sync_file(self._folder / name)
-
     def close(self) -> None:
         """Close the file."""
         if self._fd >= 0:

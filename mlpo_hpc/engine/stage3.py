@@ -199,6 +199,7 @@ class OffloadStage3(Gradients, Journaling, StateFile, OwnCheckpoint, NativeCheck
 
     def backward_prologue(self, *args: Any, **kwargs: Any) -> Any:
         self._store.pipeline.check()  # a write that failed since the last step ends the job here
+        self._store.pipeline.rhythm.backward()
         self._clock.start("backward")
         return super().backward_prologue(*args, **kwargs)
 
@@ -221,7 +222,7 @@ class OffloadStage3(Gradients, Journaling, StateFile, OwnCheckpoint, NativeCheck
             super().step(closure)
         finally:
             self._in_step = False
-            self._store.pipeline.end_step()
+            self._store.pipeline.rhythm.end()
         if self._updated:  # an overflow skips the step: the same head is in host memory still
             self._flipped = not self._flipped
             self._steps += 1

@@ -1,15 +1,20 @@
-"""State that lies beside a checkpoint becomes a part of it without being copied: its file gets a name there."""
+"""State that lies beside a checkpoint becomes a part of it without being copied: its file gets a name there.
+
+The kernel gives a file a name only between two writes to it, so that who asks waits for those under way. It is asked at
+once where it is not known yet whether files of a tier can be named in a directory, and later by the thread that saves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlpo_hpc.cluster.node import Node, gather_on_node
 from mlpo_hpc.cluster.verdict import gather, together
 from mlpo_hpc.config import OffloadConfig
+from mlpo_hpc.errors import StorageError, here
 from mlpo_hpc.state.node_file import Means
 from mlpo_hpc.storage.base import FileContainer
 from mlpo_hpc.storage.generations import Generations
@@ -31,12 +36,15 @@ class Succession:
         Whether all ranks of a node have one file.
     open : callable
         Opens the next one: collective over the training world if it is of a node, this rank's alone otherwise.
+    proven : set of Path
+        Directories of checkpoints in which a file of this tier was named.
     """
 
     number: int
     tier: StorageTier | None
     of_node: bool
     open: Callable[[], FileContainer | None]
+    proven: set[Path] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class LinkedFile:
     of_node : bool
         Whether other ranks may need it though this one does not.
     is_ours : bool
-        Whether this rank gave it its name there, and takes it away if the checkpoint will not be.
+        Whether this rank gives it its name there, and takes it away if the checkpoint will not be.
     """
 
     path: Path
@@ -65,6 +73,22 @@ class LinkedFile:
     following: FileContainer
     of_node: bool
     is_ours: bool
+
+    @property
+    def sealed(self) -> FileContainer:
+        """The file itself."""
+        return self.container.member(self.generation)
+
+    def give_name(self) -> None:
+        """Name it there, if this rank is to and has not. From any thread.
+
+        Raises
+        ------
+        StorageError
+            If that cannot be.
+        """
+        if self.is_ours and not self.path.exists() and not self.sealed.transport.link(str(self.path)):
+            raise StorageError(f"a state file cannot be named there any more, as others before: {here(self.path)}")
 
     def undo(self) -> None:
         """There will be no checkpoint, and nothing was written to what follows."""
@@ -84,7 +108,9 @@ def can_follow(config: OffloadConfig, place: Place, means: Means) -> bool:
 def link_files(
     successions: Sequence[Succession], node: Node, folder: Path, unique: str, failed: str
 ) -> dict[str, LinkedFile]:
-    """Collective over the training world. Give files of tiers a name in a folder, where that can be; by tier.
+    """Collective over the training world. Files of tiers that are to be in a folder, where that can be; by tier.
+
+    Those that have no name there yet get it by `LinkedFile.give_name`.
 
     Parameters
     ----------
@@ -131,11 +157,15 @@ def _follow(
 
 
 def _name(succession: Succession, node: Node, folder: Path, unique: str) -> Path | None:
-    """Give the file a name; None where that cannot be."""
+    """Its name, which it has now or can be given; None where that cannot be."""
     if succession.tier is None:
         return None
     container = succession.tier.container
     assert isinstance(container, Generations)
     ending = "h5" if succession.of_node else "bin"
     path = folder / f"sealed{succession.number}-{node.world_rank:05d}-{unique}.{ending}"
-    return path if container.member(container.last).transport.link(str(path)) else None
+    if folder.parent not in succession.proven:
+        if not container.member(container.last).transport.link(str(path)):
+            return None
+        succession.proven.add(folder.parent)
+    return path

@@ -81,7 +81,7 @@ class Pipeline(Room):
         self.pool = pool
         self.tiers = tiers
         self.counts = Counts()
-        self._rhythm = Rhythm()
+        self.rhythm = Rhythm()
         self._prefetch = 2 * len(table) if prefetch is None else prefetch
         self._watch = Watch(timeout_s, self._queues)
         self._writer = WriteBehind(table, tiers, placement, self._watch, self._after_write)
@@ -100,7 +100,7 @@ class Pipeline(Room):
             self._places_then = {subgroup: place for place, subgroup in enumerate(then)}
             self._position = 0
             self._next_read = len(self._upcoming)
-            self._writer.placement.begin()
+            self._writer.begin()
             sizes = [record.nbytes for record in self.table.records]
             self._keep = keep_suffix(order, sizes, self._keep_bytes)
 
@@ -109,7 +109,7 @@ class Pipeline(Room):
         with self._watch:
             self._watch.raise_failure()
             self.plan(order, following)
-            self._rhythm.begin()
+            self.rhythm.begin()
             self._next_read = 0
             self._read_ahead()
 
@@ -245,20 +245,16 @@ class Pipeline(Room):
             return seal
 
     def is_wanted(self, lead_s: float = 0.0) -> bool:
-        """Whether an update will ask for more subgroups, and gets on, or is expected. Without the lock: a hint.
+        """Whether an update goes on, and gets on, or is expected. Without the lock: a hint.
 
         Parameters
         ----------
         lead_s : float
             How long before it is expected it counts.
         """
-        if self._rhythm.is_stepping:
-            return self._position < self._num_turns and not self._writer.lacks_slots
-        return self._rhythm.is_near(lead_s)
-
-    def end_step(self) -> None:
-        """The step has ended, also if by an error. Idempotent."""
-        self._rhythm.end()
+        if self.rhythm.is_stepping:
+            return not self._writer.lacks_slots
+        return self.rhythm.is_near(lead_s)
 
     @property
     def is_closed(self) -> bool:

@@ -9,6 +9,8 @@ from mlpo_hpc.storage.tier import StorageTier
 
 SPARE_RECORDS = 2
 """Records whose old copies still hold their slots while new ones are written."""
+MOST_KEPT_STEPS = 16
+"""Steps beside saves before it is looked again at what tiers give beside them."""
 
 
 def choose(weights: Sequence[float], placed_bytes: Sequence[int], free_slots: Sequence[int], nbytes: int) -> int | None:
@@ -59,8 +61,8 @@ class Placement:
         """Share of each tier now."""
         return self._weights
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, beside_save: bool = False) -> None:
+        """A step begins, beside a save or not."""
         self._placed_bytes = [0] * len(self._weights)
 
     def pick(self, free_slots: Sequence[int], nbytes: int) -> int | None:
@@ -78,6 +80,8 @@ class Adaptive(Placement):
     other: the slower way counts. Rates are those of this rank in this step and the one before while it had any to
     move on the tier, waiting for turns included, so that a device that others use too, that is half duplex or becomes
     slow is reckoned with as it is. Until a tier has moved enough, its weight is what was measured or given before.
+    What a save moves is soon over, and unlike what comes: beside it shares stay as they were, until a step without it
+    has been.
 
     Parameters
     ----------
@@ -90,17 +94,28 @@ class Adaptive(Placement):
     def __init__(self, weights: Sequence[float], tiers: Sequence[StorageTier]) -> None:
         super().__init__(weights)
         self._tiers = tiers
+        self._kept: list[float] | None = None
+        self._kept_steps = 0
+        self._was_beside = False
 
     @property
     def weights(self) -> list[float]:
         """Bytes per second of each tier."""
+        if self._kept is not None:
+            return self._kept
         return [tier.recent_bps() or weight for tier, weight in zip(self._tiers, self._weights, strict=True)]
 
-    def begin(self) -> None:
-        """What is still queued from the last step counts too."""
+    def begin(self, beside_save: bool = False) -> None:
+        """What is still queued from the last step counts too, but not what is of a save."""
+        is_first_after = self._was_beside and not beside_save
         for tier in self._tiers:
-            tier.begin_step()
-        self._placed_bytes = [tier.writes.meter.backlog_bytes for tier in self._tiers]
+            tier.begin_step(is_new=is_first_after)
+        self._was_beside = beside_save
+        if beside_save and self._kept_steps < MOST_KEPT_STEPS:
+            self._kept, self._kept_steps = self.weights, self._kept_steps + 1
+        elif not is_first_after:
+            self._kept, self._kept_steps = None, 0
+        self._placed_bytes = [0 if beside_save else tier.writes.meter.backlog_bytes for tier in self._tiers]
 
 
 def divide_slots(num_slots: int, weights: Sequence[float], limits: Sequence[int]) -> list[int] | None:

@@ -7,15 +7,18 @@ from collections import deque
 from collections.abc import Callable
 
 REMEMBERED = 3
-"""Times between updates; the shortest counts, for saving or evaluation in between makes one longer."""
+"""Times that are looked back on; the shortest counts: better to be ready too early."""
 LEAST_LEAD_S = 0.15
 """What a device was given before must be done with, its queue too, when the update begins."""
 PART = 20
-"""The longer the time between updates, the less exactly it is known: to one part in so many."""
+"""The longer a backward pass lasts, the less exactly its end is known: to one part in so many."""
 
 
 class Rhythm:
-    """Told when updates begin and end; tells others of the next one. Safe to ask from any thread: a hint.
+    """Told of backward passes and updates; tells others whether an update is near. Ask from any thread: a hint.
+
+    The pass whose number is that of the last one before the update before is taken for the last one again, and for as
+    long as it was.
 
     Parameters
     ----------
@@ -25,28 +28,32 @@ class Rhythm:
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._between_s: deque[float] = deque(maxlen=REMEMBERED)
-        self._ended_s: float | None = None
+        self._lasted_s: deque[float] = deque(maxlen=REMEMBERED)
+        """From the beginning of the last pass to that of the update."""
+        self._passes, self._usual_passes = 0, 0
+        self._since_s = 0.0
         self.is_stepping = False
         """Whether an update goes on."""
 
+    def backward(self) -> None:
+        """A backward pass begins."""
+        self._passes, self._since_s = self._passes + 1, self._now_s()
+
     def begin(self) -> None:
         """An update begins."""
-        if self._ended_s is not None:
-            self._between_s.append(self._now_s() - self._ended_s)
-        self._ended_s = None
+        if self._passes:
+            self._usual_passes = self._passes
+            self._lasted_s.append(self._now_s() - self._since_s)
         self.is_stepping = True
 
     def end(self) -> None:
-        """It has ended, also if by an error. Idempotent."""
-        if self.is_stepping:
-            self._ended_s = self._now_s()
-        self.is_stepping = False
+        """It has ended, also if by an error, or was left out. Idempotent."""
+        self._passes, self.is_stepping = 0, False
 
     def is_near(self, lead_s: float) -> bool:
-        """Whether the next update is expected within `lead_s`, or was expected so long ago and may still come."""
-        ended_s, between_s = self._ended_s, list(self._between_s)
-        if ended_s is None or not between_s:
+        """Whether an update is expected within `lead_s`, or would have been, and does not come much later."""
+        lasted_s = list(self._lasted_s)
+        if not lasted_s or self._passes < self._usual_passes:
             return False
-        shortest_s = min(between_s)
-        return abs(self._now_s() - ended_s - shortest_s) < max(lead_s, LEAST_LEAD_S, shortest_s / PART)
+        lead_s = max(lead_s, LEAST_LEAD_S, min(lasted_s) / PART)
+        return min(lasted_s) - lead_s < self._now_s() - self._since_s < 2 * max(lasted_s) + lead_s

@@ -49,6 +49,11 @@ class Seal:
         self._held: dict[int, dict[int, Chunk]] = {}
         self._pinned = {number: tier.slots.pin() for number, tier in enumerate(tiers)}
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is held any more."""
+        return self._closed
+
     def hold(self, subgroup: int) -> None:
         """Hold what the table says of a subgroup, once; under the pipeline's lock."""
         if self._closed or subgroup in self._held or subgroup in self.memory:

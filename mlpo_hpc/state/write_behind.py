@@ -54,6 +54,10 @@ class WriteBehind:
         """Whether chunks wait for slots."""
         return bool(self._unplaced)
 
+    def begin(self) -> None:
+        """A step begins."""
+        self.placement.begin(beside_save=self.seal is not None and not self.seal.is_closed)
+
     def write(self, subgroup: int, resident: Resident, chunks: Iterable[int], is_usual: bool = True) -> None:
         """Queue chunks of a subgroup for writing into free slots, those of them that were not before.
 

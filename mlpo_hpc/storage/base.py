@@ -209,6 +209,16 @@ class Transport(ABC):
         """Give the space of some bytes back, where that can be; they read as zeros."""
         return
 
+    def sync(self) -> None:
+        """Wait until all that was written is on the device, where there is one.
+
+        Raises
+        ------
+        StorageError
+            If it cannot be.
+        """
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Close the file. Idempotent, and never collective: a rank that fails waits for nobody."""

@@ -133,6 +133,9 @@ class MpiFile(Transport):
     def punch(self, offset: int, size_bytes: int) -> None:
         punch_hole(self._fd, offset, size_bytes, self.path)
 
+    def sync(self) -> None:
+        sync(self._fd, self.path)
+
     def close(self) -> None:
         """Close all handles, unless MPI has ended before."""
         from mpi4py import MPI

@@ -35,6 +35,8 @@ class Pace:
     def __init__(self, lanes: Sequence[Lane] = (), is_wanted: Callable[[float], bool] = lambda _: False) -> None:
         self._lanes = list(lanes)
         self._is_wanted = is_wanted
+        self.before_others: Callable[[], None] = lambda: None
+        """Called while others are about to ask, or ask: what this traffic can do for them in time."""
         self._last_s = LEAST_PATIENCE_S / SHARE
         self._hurry = threading.Event()
         self._awaited = 0
@@ -66,7 +68,10 @@ class Pace:
             pause_s = min(LAST_POLL_S, 1.5 * pause_s)
 
     def _are_idle(self) -> bool:
-        return not self._is_wanted(IN_FLIGHT * self._last_s) and all(lane.is_idle() for lane in self._lanes)
+        if self._is_wanted(IN_FLIGHT * self._last_s):
+            self.before_others()
+            return False
+        return all(lane.is_idle() for lane in self._lanes)
 
     @contextmanager
     def moving(self) -> Iterator[None]:

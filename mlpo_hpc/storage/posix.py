@@ -81,6 +81,9 @@ class PosixFile(Transport):
     def punch(self, offset: int, size_bytes: int) -> None:
         punch_hole(self.fd, offset, size_bytes, self.path)
 
+    def sync(self) -> None:
+        sync(self.fd, self.path)
+
     def close(self) -> None:
         """Close the file; one without a name frees its space."""
         if self.fd < 0:

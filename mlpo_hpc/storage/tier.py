@@ -53,10 +53,10 @@ class StorageTier:
         meters = {"read": self.reads.meter, "write": self.writes.meter}
         return {way: replace(meter.figures(), taken=taken.get(way, 0)) for way, meter in meters.items()}
 
-    def begin_step(self) -> None:
-        """A step begins: what was moved long before does not count any more in `recent_bps`."""
+    def begin_step(self, is_new: bool = False) -> None:
+        """A step begins: what was moved long before, or anything if it `is_new`, does not count in `recent_bps` now."""
         for lane in (self.reads, self.writes):
-            lane.meter.begin_step()
+            lane.meter.begin_step(is_new)
 
     def recent_bps(self) -> float | None:
         """Bytes per second of the slower way, in this step and the one before; None if too few chunks were moved."""

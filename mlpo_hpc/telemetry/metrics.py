@@ -124,9 +124,14 @@ class Meter:
                     self._serving.leave(now)
                     self._served = _Served(self._serving.seconds(now), before.nbytes + nbytes, before.chunks + 1)
 
-    def begin_step(self) -> None:
-        """From now on `recent_bps` looks back to the beginning of the step before, or further if too little moved."""
+    def begin_step(self, is_new: bool = False) -> None:
+        """From now on `recent_bps` looks back to the beginning of the step before, or further if too little moved.
+
+        If it `is_new`, what was before does not count.
+        """
         with self._lock:
+            if is_new:
+                self._begins.clear()
             self._begins.append(self._served)
             while len(self._begins) > 2 and self._served.chunks - self._begins[1].chunks >= LEAST_CHUNKS:
                 self._begins.popleft()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlpo_hpc.state.cache import Pool, keep_suffix, step_order
 from mlpo_hpc.state.codec.fp32 import record_bytes
 from mlpo_hpc.state.layout import choose_subgroup_size, count_subgroups, lay_out, least_host_bytes, pick_chunk_bytes
-from mlpo_hpc.state.placement import Adaptive, choose, divide_slots
+from mlpo_hpc.state.placement import MOST_KEPT_STEPS, Adaptive, choose, divide_slots
 from mlpo_hpc.state.table import cuts
 from mlpo_hpc.telemetry import metrics
 
@@ -49,10 +49,12 @@ class Tier:
     def __init__(self, bps):
         self.bps = bps
         self.steps = 0
+        self.new = False
         self.writes = SimpleNamespace(meter=SimpleNamespace(backlog_bytes=0))
 
-    def begin_step(self):
+    def begin_step(self, is_new):
         self.steps += 1
+        self.new = is_new
 
     def recent_bps(self):
         return self.bps
@@ -86,6 +88,38 @@ def test_adaptive_placement_reckons_with_what_is_still_queued():
     assert placement.pick([0, 0], 100) is None
 
 
+def test_what_moves_beside_a_save_does_not_change_the_shares_until_a_step_without_it_has_been():
+    tiers = [Tier(200.0), Tier(100.0)]
+    placement = Adaptive([1.0, 1.0], tiers)
+    placement.begin()
+    tiers[0].writes.meter.backlog_bytes = 500  # of the save
+    for bps in (100.0, 50.0, 400.0):
+        placement.begin(beside_save=True)
+        assert placement.weights == [200.0, 100.0]
+        assert placement.pick([9, 9], 100) == 0, "what is queued is soon gone"
+        tiers[0].bps = bps
+    assert not any(tier.new for tier in tiers)
+    placement.begin()
+    assert placement.weights == [200.0, 100.0]
+    assert all(tier.new for tier in tiers), "from here on they are looked at anew"
+    tiers[0].bps = 150.0
+    placement.begin()
+    assert placement.weights == [150.0, 100.0]
+    assert not any(tier.new for tier in tiers)
+
+
+def test_where_every_step_is_beside_a_save_it_is_looked_again_now_and_then():
+    tiers = [Tier(200.0), Tier(100.0)]
+    placement = Adaptive([1.0, 1.0], tiers)
+    placement.begin(beside_save=True)
+    tiers[0].bps = 50.0
+    found = []
+    for _ in range(2 * MOST_KEPT_STEPS):
+        placement.begin(beside_save=True)
+        found.append(placement.weights[0])
+    assert found == [200.0] * (MOST_KEPT_STEPS - 1) + [50.0] * (MOST_KEPT_STEPS + 1)
+
+
 def test_a_rate_is_that_of_two_steps_while_there_were_any_to_move(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
@@ -111,6 +145,8 @@ def test_a_rate_is_that_of_two_steps_while_there_were_any_to_move(monkeypatch):
     assert step(1.0) == pytest.approx(500.0), "what was before the last step does not count any more"
     for _ in range(metrics.LEAST_CHUNKS - 2):
         assert step(0.0, 1) > 500.0, "with few chunks a step it takes more of them"
+    meter.begin_step(is_new=True)
+    assert meter.recent_bps() is None, "nothing before it counts"
     meter.asked(70_000_000)
     assert meter.backlog_bytes == 70_000_000 - 1000 * (5 * metrics.LEAST_CHUNKS - 1)
 

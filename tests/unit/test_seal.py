@@ -242,7 +242,8 @@ def test_a_step_that_waits_for_slots_does_not_keep_the_save_waiting_that_will_re
         assert not pipeline.is_wanted()
         pipeline._writer._unplaced.clear()
         pipeline.get(0)
-        pipeline.end_step()  # by an error, say
+        assert pipeline.is_wanted()
+        pipeline.rhythm.end()  # by an error, say
         assert not pipeline.is_wanted()
     finally:
         pipeline.close()
