@@ -1,5 +1,9 @@
 """What a checkpoint in the background costs training, how soon it is committed, how large it is, how fast it loads.
 
+Each is compared with the iterations right before it. The kernel lets bytes through to a capped disk in slices of 0.1 s:
+by a few bytes more an update may wait for one more slice, or not. So each is made at other caps, up to 4 % off on both
+sides, that one may see in the mean what bytes cost.
+
 Two cases of the same training: all tiers *shared*, the checkpoint beside the first one; and the first tier
 *node-local*, the checkpoint beside the last one, so that all that lies on the first must be copied.
 """
@@ -7,9 +11,11 @@ Two cases of the same training: all tiers *shared*, the checkpoint beside the fi
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +34,11 @@ CASES = {
 }
 PHASES = ("save_s", "forward_s", "backward_s", "update_s")
 START_S = 600.0
+SETTLING = 3
+"""Iterations that do not count before each one: the first trains, the caps changed, a checkpoint was removed."""
+CAP_WIDTH = 0.08
+GOLDEN = 0.618034
+"""Multiples of it are spread evenly, however many there are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +47,8 @@ class Case:
 
     Parameters
     ----------
-    plain : list of dict
-        Iterations in which nothing was saved; seconds of each phase.
+    plain : list of list of dict
+        For each checkpoint iterations before it, in which nothing was saved; seconds of each phase.
     saves : list of list of dict
         For each checkpoint the iterations from its save to its commit, the commit's included.
     committed_s : list of float
@@ -50,7 +61,7 @@ class Case:
         To read the checkpoint once at the rate of its storage.
     """
 
-    plain: list[dict[str, float]]
+    plain: list[list[dict[str, float]]]
     saves: list[list[dict[str, float]]]
     committed_s: list[float]
     checkpoint_bytes: int
@@ -59,9 +70,29 @@ class Case:
 
 
 def measure(
-    conditions: Conditions, cases: list[str], accumulation: int, saves: int, display: Display
+    conditions: Conditions,
+    cases: list[str],
+    accumulation: int,
+    saves: int,
+    display: Display,
+    cap: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Case]:
     """Measure some cases, one after the other; nothing is left behind.
+
+    Parameters
+    ----------
+    conditions : Conditions
+        Of training; with tiers.
+    cases : list of str
+        Of `CASES`.
+    accumulation : int
+        Micro-batches an iteration.
+    saves : int
+        Checkpoints of each case.
+    display : Display
+        Told what goes on.
+    cap : callable
+        Sets the speed of the disks, where that can be, in units of what it is.
 
     Raises
     ------
@@ -74,11 +105,18 @@ def measure(
     found = {}
     for case in cases:
         display.say(f"{case}: {CASES[case]}; {saves} checkpoints")
-        found[case] = _measure(case, dataclasses.replace(conditions, tiers=tiers), accumulation, saves)
+        found[case] = _measure(case, dataclasses.replace(conditions, tiers=tiers), accumulation, saves, display, cap)
     return found
 
 
-def _measure(case: str, conditions: Conditions, accumulation: int, saves: int) -> Case:
+def _measure(
+    case: str,
+    conditions: Conditions,
+    accumulation: int,
+    saves: int,
+    display: Display,
+    cap: Callable[[float], None],
+) -> Case:
     with _folders(conditions.tiers) as (tiers, logs):
         beside = tiers[0] if case == "shared" else tiers[-1]
         config = ds_config("ours", conditions, tiers, None)
@@ -90,10 +128,18 @@ def _measure(case: str, conditions: Conditions, accumulation: int, saves: int) -
         spec = {"stock": False, "ds_config": config, "tier": None, **model, "seed": conditions.seed}
         with team(case, spec, conditions.ranks, logs, conditions.threads) as workers:
             workers.hear(START_S)
-            folder = str(Path(beside.dir).parent / "checkpoints")
-            answer = workers.order({"checkpoints": folder, "accumulation": accumulation, "saves": saves})[0]
+            folder = Path(beside.dir).parent / "checkpoints"
+            paths, turns = [None, *(str(folder / f"save{number}") for number in range(saves))], []
+            for number, (before, path) in enumerate(itertools.pairwise(paths)):
+                cap(1 + CAP_WIDTH * (number * GOLDEN % 1 - 0.5))
+                order = {"save": path, "before": before, "settling": SETTLING, "accumulation": accumulation}
+                turns.append(workers.order(order)[0])
+                display.say(f"{case}: {number + 1} of {saves} checkpoints, {turns[-1]['committed_s']:.1f} s")
+            cap(1.0)
+            loaded = workers.order({"load": paths[-1]})[0]
     floor_s = STATE_ITEM_BYTES * conditions.numel / beside.read_bps
-    return Case(**answer, load_floor_s=floor_s)
+    plain, found, committed_s = ([turn[key] for turn in turns] for key in ("plain", "save", "committed_s"))
+    return Case(plain, found, committed_s, **loaded, load_floor_s=floor_s)
 
 
 @contextmanager
@@ -111,18 +157,13 @@ def _folders(tiers: tuple[BenchTier, ...]) -> Iterator[tuple[tuple[BenchTier, ..
 
 def figures(case: Case, conditions: Conditions) -> dict[str, Any]:
     """What follows from a case: stalls in parts of an iteration without a checkpoint."""
-    usual = {phase: statistics.median(plain[phase] for plain in case.plain) for phase in PHASES}
-    iteration_s = statistics.median(_total(plain) for plain in case.plain)
-    stalls = [sum(_total(each) - iteration_s for each in save) / iteration_s for save in case.saves]
-    parts = {
-        phase: statistics.median(sum(each[phase] - usual[phase] for each in save) / iteration_s for save in case.saves)
-        for phase in PHASES
-    }
+    iteration_s = statistics.median(each["iteration_s"] for plain in case.plain for each in plain)
+    parts = {phase: [_lost_s(case, n, phase) / iteration_s for n in range(len(case.saves))] for phase in PHASES}
     bytes_per_parameter = case.checkpoint_bytes / conditions.numel
     return {
         "iteration_s": iteration_s,
-        "stall": _spread(stalls),
-        "stall_by_phase": parts,
+        "stall": _mean([sum(of_one) for of_one in zip(*parts.values(), strict=True)]),
+        "stall_by_phase": {phase: statistics.fmean(found) for phase, found in parts.items()},
         "committed_within_iterations": _spread([float(len(save)) for save in case.saves]),
         "committed_s": _spread(case.committed_s),
         "bytes_per_parameter": bytes_per_parameter,
@@ -131,8 +172,17 @@ def figures(case: Case, conditions: Conditions) -> dict[str, Any]:
     }
 
 
-def _total(iteration: dict[str, float]) -> float:
-    return iteration["save_s"] + iteration["iteration_s"]
+def _lost_s(case: Case, number: int, phase: str) -> float:
+    """From a save to its commit, against the iterations before it; passes, which caps do not change, after it too."""
+    beside = case.plain[number : number + (1 if phase == "update_s" else 2)]
+    usual_s = statistics.median(each[phase] for plain in beside for each in plain)
+    return sum(each[phase] - usual_s for each in case.saves[number])
+
+
+def _mean(values: list[float]) -> dict[str, float]:
+    """With its standard error."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return {"mean": statistics.fmean(values), "error": error, **_spread(values)}
 
 
 def _spread(values: list[float]) -> dict[str, float]:

@@ -18,7 +18,6 @@ from mlpo_hpc.bench.conditions import WIDENING
 from mlpo_hpc.config import SECTION
 
 NUM_BATCHES = 8
-SETTLING = 3
 PLAIN = 3
 """Iterations without a checkpoint before each one."""
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
@@ -37,7 +36,7 @@ def main() -> None:
         _answer(answers, {"ready": rank.facts()})
         for line in orders:
             order = json.loads(line)
-            _answer(answers, rank.save_turn(**order) if "checkpoints" in order else rank.turn(**order))
+            _answer(answers, rank.answer(order))
     rank.close()
 
 
@@ -105,57 +104,58 @@ class Rank:
             engine.optimizer.offload_flush()
         return {"samples": [sample for sample, _ in done], "timeline": self._timeline(done[-1][1]) if done else {}}
 
-    def save_turn(self, checkpoints: str, accumulation: int, saves: int) -> dict[str, Any]:
-        """Train, save in the background again and again, then load; see `mlpo_hpc.bench.checkpoints.Case`.
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Do what is ordered."""
+        if "load" in order:
+            return self.load_turn(**order)
+        return self.save_turn(**order) if "save" in order else self.turn(**order)
+
+    def save_turn(self, save: str, before: str | None, settling: int, accumulation: int) -> dict[str, Any]:
+        """Train, and save in the background; see `mlpo_hpc.bench.checkpoints.Case`.
 
         Parameters
         ----------
-        checkpoints : str
-            Folder for them.
+        save, before : str
+            Path of the checkpoint, and of one that is to be removed, first.
+        settling : int
+            Iterations that do not count, after that.
         accumulation : int
             Micro-batches of an iteration.
-        saves : int
-            How many.
         """
         import deepspeed
 
         from mlpo_hpc.checkpoint.rotation import remove
 
-        engine, first = self._engine, deepspeed.comm.get_rank() == 0
+        engine, path = self._engine, Path(save)
         engine.set_train_batch_size(self._spec["rows"] * accumulation * deepspeed.comm.get_world_size())
-        for _ in range(SETTLING):
+        if before is not None and deepspeed.comm.get_rank() == 0:
+            remove(Path(before))
+        for _ in range(settling):
             self._timed(accumulation)
-        plain, saved, committed_s = [], [], []
-        for number in range(saves):
-            plain += [self._timed(accumulation) for _ in range(PLAIN)]
-            begin, iterations = time.perf_counter(), [self._timed(accumulation, (checkpoints, f"save{number}"))]
-            while not _everywhere(engine.checkpoint_committed()):
-                iterations.append(self._timed(accumulation))
-            committed_s.append(time.perf_counter() - begin)
-            saved.append(iterations)
-            self._timed(accumulation)  # what it left behind is not the next one's
-            if first and number < saves - 1:
-                remove(Path(checkpoints, f"save{number}"))
-        space_bytes = sum(512 * file.stat().st_blocks for file in Path(checkpoints, f"save{saves - 1}").iterdir())
-        engine.optimizer.offload_flush()
-        os.sync()
-        _drop_caches(first)
-        begin = time.perf_counter()
-        engine.load_checkpoint(checkpoints)
-        load_s = time.perf_counter() - begin
-        return {
-            "plain": plain,
-            "saves": saved,
-            "committed_s": committed_s,
-            "checkpoint_bytes": space_bytes,
-            "load_s": load_s,
-        }
+        plain = [self._timed(accumulation) for _ in range(PLAIN)]
+        begin, iterations = time.perf_counter(), [self._timed(accumulation, path)]
+        while not _everywhere(engine.checkpoint_committed()):
+            iterations.append(self._timed(accumulation))
+        return {"plain": plain, "save": iterations, "committed_s": time.perf_counter() - begin}
 
-    def _timed(self, accumulation: int, save: tuple[str, str] | None = None) -> dict[str, float]:
+    def load_turn(self, load: str) -> dict[str, Any]:
+        """Load a checkpoint, and see what space it takes."""
+        import deepspeed
+
+        path = Path(load)
+        space_bytes = sum(512 * file.stat().st_blocks for file in path.iterdir())
+        self._engine.optimizer.offload_flush()
+        os.sync()
+        _drop_caches(deepspeed.comm.get_rank() == 0)
+        begin = time.perf_counter()
+        self._engine.load_checkpoint(str(path.parent), tag=path.name)
+        return {"checkpoint_bytes": space_bytes, "load_s": time.perf_counter() - begin}
+
+    def _timed(self, accumulation: int, save: Path | None = None) -> dict[str, float]:
         """Seconds of an iteration and its phases, with a checkpoint before it."""
         begin = time.perf_counter()
         if save is not None:
-            self._engine.save_checkpoint(save[0], tag=save[1])
+            self._engine.save_checkpoint(str(save.parent), tag=save.name)
         save_s = time.perf_counter() - begin
         sample, _ = self._iterate(accumulation)
         return {"save_s": save_s, **{name: sample[name] for name in (*(f"{p}_s" for p in PHASES), "iteration_s")}}

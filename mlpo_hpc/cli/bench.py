@@ -20,6 +20,7 @@ from mlpo_hpc.errors import MlpoError
 if TYPE_CHECKING:
     from mlpo_hpc.bench.conditions import BenchTier, Conditions
     from mlpo_hpc.bench.result import Outcome
+    from mlpo_hpc.bench.testbed import CappedDisk
 
 EXAMPLES = """
 \b
@@ -214,19 +215,21 @@ def _measure(
     from mlpo_hpc.bench.session import Session, check
 
     check(conditions, systems)
-    with Display() as display, laid_out(conditions, systems, caps) as complete:
+    with Display() as display, laid_out(conditions, systems, caps) as (complete, _):
         return Session(complete, systems, compile_timeout_s, display).run()
 
 
 @contextmanager
-def laid_out(conditions: Conditions, systems: tuple[str, ...], caps: dict[str, int] | None) -> Iterator[Conditions]:
-    """With a directory for each tier."""
+def laid_out(
+    conditions: Conditions, systems: tuple[str, ...], caps: dict[str, int] | None
+) -> Iterator[tuple[Conditions, dict[str, CappedDisk]]]:
+    """With a directory for each tier, and the disks of a test bed."""
     from mlpo_hpc.bench.room import tier_bytes
     from mlpo_hpc.bench.testbed import capped_disks
     from mlpo_hpc.storage.folder import private_folder
 
     if caps is None:
-        yield conditions
+        yield conditions, {}
         return
     sizes = {
         name: int(DISK_SLACK * needed) + DISK_SLACK_BYTES for name, needed in tier_bytes(conditions, systems).items()
@@ -236,7 +239,7 @@ def laid_out(conditions: Conditions, systems: tuple[str, ...], caps: dict[str, i
         capped_disks(Path(folder), caps, sizes) as disks,
     ):
         tiers = tuple(dataclasses.replace(tier, dir=str(disks[tier.name].path)) for tier in conditions.tiers)
-        yield dataclasses.replace(conditions, tiers=tiers, facts=conditions.facts | {"caps_bps": caps})
+        yield dataclasses.replace(conditions, tiers=tiers, facts=conditions.facts | {"caps_bps": caps}), disks
 
 
 @contextmanager

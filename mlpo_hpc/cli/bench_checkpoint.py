@@ -39,7 +39,7 @@ def _size(context: click.Context, parameter: click.Parameter, text: str | None) 
 @click.option("--testbed", callback=_caps, metavar="NAME=MB/S,...", help="Make disks with this speed instead (root).")
 @click.option("--case", "cases", multiple=True, type=click.Choice(["shared", "node_local"]), help="Default: both.")
 @click.option("--ga", type=click.IntRange(1), default=4, show_default=True, help="Micro-batches an iteration.")
-@click.option("--saves", type=click.IntRange(1), default=5, show_default=True, help="Checkpoints of each case.")
+@click.option("--saves", type=click.IntRange(1), default=8, show_default=True, help="Checkpoints of each case.")
 @click.option("--blocks", type=click.IntRange(1), default=8, show_default=True, help="Residual blocks of the model.")
 @click.option("--hidden", type=click.IntRange(8), default=1024, show_default=True, help="Width of the model.")
 @click.option("--rows", type=click.IntRange(1), default=4, show_default=True, help="Rows of a micro-batch.")
@@ -97,8 +97,13 @@ def _measure(
     from mlpo_hpc.bench.progress import Display
     from mlpo_hpc.cli.bench import laid_out
 
-    with Display() as display, laid_out(conditions, ("ours",) * 4, caps) as complete:
-        measured = checkpoints.measure(complete, cases, accumulation, saves, display)
+    with Display() as display, laid_out(conditions, ("ours",) * 4, caps) as (complete, disks):
+
+        def cap(factor: float) -> None:
+            for name, disk in disks.items():
+                disk.cap(int(factor * (caps or {})[name]))
+
+        measured = checkpoints.measure(complete, cases, accumulation, saves, display, cap)
     return {
         "conditions": {**dataclasses.asdict(conditions), "accumulation": accumulation},
         "cases": {name: checkpoints.figures(case, conditions) for name, case in measured.items()},
@@ -112,7 +117,7 @@ def _show(cases: dict[str, Any]) -> None:
 
     from mlpo_hpc.bench.checkpoints import CASES
 
-    table = Table(title="one checkpoint, median (least - most)", title_justify="left")
+    table = Table(title="one checkpoint (least - most)", title_justify="left")
     table.add_column("")
     for name in cases:
         table.add_column(name, justify="right")
@@ -132,7 +137,8 @@ def _lines(case: dict[str, Any]) -> dict[str, str]:
     parts = {f"  of that in {phase.removesuffix('_s')}": f"{case['stall_by_phase'][phase]:.1%}" for phase in PHASES}
     return {
         "iteration without it": f"{case['iteration_s']:.2f} s",
-        "stall, of an iteration": _range(case["stall"], "{:.1%}"),
+        "stall, of an iteration, mean": f"{case['stall']['mean']:.1%} +- {case['stall']['error']:.1%}",
+        "  of one checkpoint": f"{case['stall']['min']:.1%} - {case['stall']['max']:.1%}",
         **parts,
         "committed within, iterations": _range(case["committed_within_iterations"], "{:.0f}"),
         "committed within": _range(case["committed_s"], "{:.1f}") + " s",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 
 from mlpo_hpc.storage.tier import StorageTier
@@ -11,6 +13,8 @@ SPARE_RECORDS = 2
 """Records whose old copies still hold their slots while new ones are written."""
 MOST_KEPT_STEPS = 16
 """Steps beside saves before it is looked again at what tiers give beside them."""
+REMEMBERED = 4
+"""Steps without one whose rates are averaged for those beside it, for no step after will even out what one was off."""
 
 
 def choose(weights: Sequence[float], placed_bytes: Sequence[int], free_slots: Sequence[int], nbytes: int) -> int | None:
@@ -96,6 +100,7 @@ class Adaptive(Placement):
         self._tiers = tiers
         self._kept: list[float] | None = None
         self._kept_steps = 0
+        self._before: deque[list[float]] = deque(maxlen=REMEMBERED)
         self._was_beside = False
 
     @property
@@ -112,10 +117,18 @@ class Adaptive(Placement):
             tier.begin_step(is_new=is_first_after)
         self._was_beside = beside_save
         if beside_save and self._kept_steps < MOST_KEPT_STEPS:
-            self._kept, self._kept_steps = self.weights, self._kept_steps + 1
+            self._kept = self._kept or self._usual_weights()
+            self._kept_steps += 1
         elif not is_first_after:
+            if beside_save:  # for long: that is what is usual now
+                self._before.clear()
             self._kept, self._kept_steps = None, 0
+            self._before.append(self.weights)
         self._placed_bytes = [0 if beside_save else tier.writes.meter.backlog_bytes for tier in self._tiers]
+
+    def _usual_weights(self) -> list[float]:
+        self._before.append(self.weights)
+        return [statistics.fmean(each) for each in zip(*self._before, strict=True)]
 
 
 def divide_slots(num_slots: int, weights: Sequence[float], limits: Sequence[int]) -> list[int] | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 REMEMBERED = 3
 """Times that are looked back on; the shortest counts: better to be ready too early."""
-LEAST_LEAD_S = 0.15
+LEAST_LEAD_S = 0.1
 """What a device was given before must be done with, its queue too, when the update begins."""
 PART = 20
 """The longer a backward pass lasts, the less exactly its end is known: to one part in so many."""

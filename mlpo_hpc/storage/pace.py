@@ -15,8 +15,6 @@ LEAST_PATIENCE_S = 5.0
 """A shorter time that a lane is busy is its own."""
 MOST_PATIENCE_S = 60.0
 """Bytes that were queued for long do not hold up those after them for ever."""
-IN_FLIGHT = 2
-"""Pieces under way at once, one being read and one written: so long before others come no new one is begun."""
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
 """Between two looks: looking takes time of a processor that training wants."""
 
@@ -68,7 +66,7 @@ class Pace:
             pause_s = min(LAST_POLL_S, 1.5 * pause_s)
 
     def _are_idle(self) -> bool:
-        if self._is_wanted(IN_FLIGHT * self._last_s):
+        if self._is_wanted(self._last_s):  # what is begun now would still be under way
             self.before_others()
             return False
         return all(lane.is_idle() for lane in self._lanes)

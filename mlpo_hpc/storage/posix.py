@@ -23,6 +23,9 @@ NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 NO_LINKS = {errno.EXDEV, errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES}
 NO_DIRECT_IO = {errno.EINVAL, errno.EOPNOTSUPP}
 
+_direct_devices: set[int] = set()
+"""Where a read past the page cache worked: another try would wait for what is under way."""
+
 
 class PosixFile(Transport):
     """An open file, moved by pread and pwrite.
@@ -245,7 +248,9 @@ def open_posix(path: str) -> PosixFile:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
             direct_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-            if _reads_directly(direct_fd):
+            device = os.fstat(direct_fd).st_dev
+            if device in _direct_devices or _reads_directly(direct_fd):
+                _direct_devices.add(device)
                 os.close(fd)
                 return PosixFile(direct_fd, path, True)
             os.close(direct_fd)

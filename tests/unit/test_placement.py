@@ -106,6 +106,8 @@ def test_what_moves_beside_a_save_does_not_change_the_shares_until_a_step_withou
     placement.begin()
     assert placement.weights == [150.0, 100.0]
     assert not any(tier.new for tier in tiers)
+    placement.begin(beside_save=True)
+    assert placement.weights == pytest.approx([(200 + 200 + 150 + 150) / 4, 100.0]), "of several steps"
 
 
 def test_where_every_step_is_beside_a_save_it_is_looked_again_now_and_then():
