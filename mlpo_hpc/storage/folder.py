@@ -43,9 +43,9 @@ def private_folder(directory: str) -> Iterator[str]:
     name = new_name()
     folder = os.path.join(directory, name)
     with ExitStack() as endings:
+        endings.callback(_remove_or_retry, folder)  # before it is there: a signal may come right after
         try:
             os.mkdir(folder, 0o700)
-            endings.callback(_remove_or_retry, folder)
             endings.callback(os.close, _mark(folder, name))
         except OSError as error:
             raise storage_error("making a folder", directory, error) from error
@@ -79,6 +79,8 @@ def lock_mark(fd: int) -> bool | None:
 
 def _remove_or_retry(folder: str) -> None:
     """On NFS a file that is open still has a name there: once more when it is closed, or by the next start."""
+    if not os.path.lexists(folder):  # it could not be made
+        return
     try:
         fd = open_folder(folder)
         try:

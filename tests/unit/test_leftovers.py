@@ -220,6 +220,21 @@ def test_a_folder_that_cannot_be_marked_is_not_left(tier, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("call", ["mkdir", "write"])
+def test_a_signal_while_a_folder_is_made_leaves_none(tier, monkeypatch, call):
+    real = getattr(os, call)
+
+    def ended(*args):
+        real(*args)
+        raise KeyboardInterrupt  # as `undone_on_signals` makes of SIGTERM
+
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(folder.os, call, ended)
+        with private_folder(str(tier)):
+            raise AssertionError("it was ended before")
+    assert os.listdir(tier) == []
+
+
 def test_the_next_run_of_a_job_knows_that_the_one_before_is_over(tier, gone, monkeypatch):
     here = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_CLUSTER_NAME": "bed"}
     for name, value in here.items():
