@@ -92,8 +92,8 @@ class ShardWriter:
                 self._bounce = self._bounce or Buffer(CHUNK_BYTES)  # aligned
                 piece = self._bounce.fill(piece)
                 reading.close()  # the device is not waited for by an update
+            checksum = xxhash.xxh3_64_hexdigest(piece)  # while it is in the processor's cache
             self._move(piece)
-            checksum = xxhash.xxh3_64_hexdigest(piece)
         return Chunk(file=self._path.name, offset=begin, nbytes=len(piece), checksum=checksum)
 
     def _move(self, piece: memoryview) -> None:

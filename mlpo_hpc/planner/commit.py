@@ -17,6 +17,7 @@ from mlpo_hpc.planner.job import WEIGHT_BYTES
 from mlpo_hpc.planner.machine import WAYS, PlanTier
 from mlpo_hpc.planner.policy import OURS
 from mlpo_hpc.planner.simulate import Forecast
+from mlpo_hpc.state.rhythm import LEAST_LEAD_S
 from mlpo_hpc.storage.pace import LEAST_PATIENCE_S, SHARE
 
 LEAD_FACTOR = 2
@@ -167,9 +168,14 @@ class Timetable:
         return max(0.0, min(self.passes_s, self.passes_s + self.update_s - self.busy_s))
 
     @property
+    def left_s(self) -> float:
+        """Of that, for what can wait: it leaves the tiers alone shortly before an update."""
+        return max(0.0, self.idle_s - LEAST_LEAD_S)
+
+    @property
     def given_s(self) -> float:
         """In each iteration, of the time in which it is at work, unless that is short."""
-        return self.busy_s / SHARE if self.update_s > LEAST_PATIENCE_S or not self.idle_s else 0.0
+        return self.busy_s / SHARE if self.update_s > LEAST_PATIENCE_S or not self.left_s else 0.0
 
     @property
     def stall_s(self) -> float:
@@ -179,7 +185,7 @@ class Timetable:
     @property
     def iterations(self) -> float:
         """Until all that the checkpoint needs is done."""
-        return (self.urgent_s - self.stall_s + self.later_s) / (self.idle_s + self.given_s)
+        return (self.urgent_s - self.stall_s + self.later_s) / (self.left_s + self.given_s)
 
     @property
     def paced_s(self) -> float:
