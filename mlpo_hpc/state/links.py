@@ -65,6 +65,8 @@ class LinkedFile:
         Whether other ranks may need it though this one does not.
     is_ours : bool
         Whether this rank gives it its name there, and takes it away if the checkpoint will not be.
+    proven : set of Path
+        See `Succession`.
     """
 
     path: Path
@@ -73,6 +75,7 @@ class LinkedFile:
     following: FileContainer
     of_node: bool
     is_ours: bool
+    proven: set[Path]
 
     @property
     def sealed(self) -> FileContainer:
@@ -88,6 +91,7 @@ class LinkedFile:
             If that cannot be.
         """
         if self.is_ours and not self.path.exists() and not self.sealed.transport.link(str(self.path)):
+            self.proven.discard(self.path.parent.parent)  # the next save finds another way
             raise StorageError(f"a state file cannot be named there any more, as others before: {here(self.path)}")
 
     def undo(self) -> None:
@@ -153,7 +157,8 @@ def _follow(
         following.close()
         return None
     assert isinstance(tier.container, Generations)
-    return tier.name, LinkedFile(path, tier.container, tier.container.last, following, succession.of_node, names_it)
+    last = tier.container.last
+    return tier.name, LinkedFile(path, tier.container, last, following, succession.of_node, names_it, succession.proven)
 
 
 def _name(succession: Succession, node: Node, folder: Path, unique: str) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from unittest.mock import Mock
 
@@ -117,6 +118,22 @@ TRUTH = [
     ((10 * subgroup,), ([10 * subgroup], SIZES[0]), ([10 * subgroup + 1], SIZES[1]))
     for subgroup in range(NUM_SUBGROUPS)
 ]
+
+
+def test_what_an_update_is_about_to_change_is_copied_before_it_comes(tmp_path, monkeypatch):
+    """Nothing is written while the tiers are left to it; it waits for nothing, and copies nothing itself."""
+    expected = threading.Event()
+    expected.set()
+    scene = Scene(tmp_path, monkeypatch, copies=True, gate=Pace([Idle()], lambda _: expected.is_set()))
+    kept = [each for subgroup in range(NUM_SUBGROUPS) for each in scene.save._kept[subgroup]]
+    deadline = time.monotonic() + WAIT_S
+    while any(each._is_live for each in kept) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not any(each._is_live for each in kept)
+    scene.update()
+    expected.clear()
+    scene.save.hurry()
+    assert scene.saved() == TRUTH
 
 
 @pytest.mark.parametrize("past_cache", [False, True])

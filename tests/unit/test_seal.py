@@ -11,12 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlpo_hpc.cluster.node import Node
+from mlpo_hpc.errors import StorageError
 from mlpo_hpc.state.cache import Buffer, step_order
 from mlpo_hpc.state.layout import lay_out, least_host_bytes
+from mlpo_hpc.state.links import Succession, link_files
 from mlpo_hpc.storage.base import Slots
 from mlpo_hpc.storage.generations import Generations
 from mlpo_hpc.storage.pace import Pace
-from mlpo_hpc.storage.posix import open_raw
+from mlpo_hpc.storage.posix import PosixFile, open_raw
 from mlpo_hpc.storage.tier import StorageTier
 from tests.containers import MemoryContainer
 from tests.unit.test_pipeline import BLOCK, fill, make, step, values
@@ -74,6 +77,44 @@ def test_files_follow_each_other_and_are_closed_when_they_are_not_wanted(tmp_pat
     with open(folder / "sealed", "rb") as file:
         assert file.read(BLOCK) == bytes(view)
     assert os.stat(folder / "sealed").st_mode & 0o777 == 0o600
+
+
+@pytest.fixture
+def follow(tmp_path):
+    """A tier whose files follow each other, and what makes the last one a part of a checkpoint of this name."""
+    tier = StorageTier("t", Generations(open_raw(str(tmp_path), BLOCK, 4)))
+    succession = Succession(0, tier, False, lambda: open_raw(str(tmp_path), BLOCK, 4))
+
+    def link(name):
+        (tmp_path / name).mkdir(parents=True)
+        files = link_files([succession], Node("here", 0, 1, 0, 1), tmp_path / name, "0000000a", "saving failed")
+        tier.slots.pin()  # as a seal does
+        for file in files.values():
+            tier.succeed(file.following)
+        return files
+
+    yield succession, link
+    tier.close()
+
+
+def test_a_file_is_named_at_once_where_that_was_not_tried_and_later_by_who_saves(follow):
+    _, link = follow
+    first, second, elsewhere = (link(name)["t"] for name in ("a/one", "a/two", "b/one"))
+    assert [file.path.exists() for file in (first, second, elsewhere)] == [True, False, True]
+    for file in (first, second, elsewhere, second):
+        file.give_name()
+        assert os.path.samestat(os.stat(file.path), os.fstat(file.sealed.transport.fd))
+
+
+def test_where_files_cannot_be_named_any_more_the_next_save_copies(follow, monkeypatch):
+    succession, link = follow
+    link("a/one")
+    file = link("a/two")["t"]
+    monkeypatch.setattr(PosixFile, "link", lambda self, path: False)
+    with pytest.raises(StorageError, match="cannot be named there any more"):
+        file.give_name()
+    assert not succession.proven
+    assert link("a/three") == {}
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
