@@ -173,9 +173,15 @@ def figures(case: Case, conditions: Conditions) -> dict[str, Any]:
 
 
 def _lost_s(case: Case, number: int, phase: str) -> float:
-    """From a save to its commit, against the iterations before it; passes, which caps do not change, after it too."""
-    beside = case.plain[number : number + (1 if phase == "update_s" else 2)]
-    usual_s = statistics.median(each[phase] for plain in beside for each in plain)
+    """From a save to its commit, against the iterations before it; passes, which caps do not change, after it too.
+
+    Of updates the mean is usual, for their slices; of passes the median, for what else the machine does.
+    """
+    is_update = phase == "update_s"
+    beside = case.plain[number : number + (1 if is_update else 2)]
+    usual_s = (statistics.fmean if is_update else statistics.median)(
+        [each[phase] for plain in beside for each in plain]
+    )
     return sum(each[phase] - usual_s for each in case.saves[number])
 
 

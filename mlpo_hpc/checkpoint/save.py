@@ -141,6 +141,7 @@ class Save:
 
     def _end(self) -> None:
         self._writer.close()
+        self._writer.pace.before_others = lambda: None  # or what was saved would stay in memory until it is collected
         for kept in itertools.chain(*self._kept.values()):
             kept.drop()
         self._seal.close()

@@ -169,13 +169,13 @@ class Timetable:
 
     @property
     def left_s(self) -> float:
-        """Of that, for what can wait: it leaves the tiers alone shortly before an update."""
-        return max(0.0, self.idle_s - LEAST_LEAD_S)
+        """Of that, for what can wait: it leaves tiers alone shortly before an update, for half of it at most."""
+        return max(self.idle_s / 2, self.idle_s - LEAST_LEAD_S)
 
     @property
     def given_s(self) -> float:
         """In each iteration, of the time in which it is at work, unless that is short."""
-        return self.busy_s / SHARE if self.update_s > LEAST_PATIENCE_S or not self.left_s else 0.0
+        return self.busy_s / SHARE if self.update_s > LEAST_PATIENCE_S or not self.idle_s else 0.0
 
     @property
     def stall_s(self) -> float:

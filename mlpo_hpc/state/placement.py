@@ -113,21 +113,25 @@ class Adaptive(Placement):
     def begin(self, beside_save: bool = False) -> None:
         """What is still queued from the last step counts too, but not what is of a save."""
         is_first_after = self._was_beside and not beside_save
+        if is_first_after and self._kept is None:
+            self._kept = self.weights
         for tier in self._tiers:
             tier.begin_step(is_new=is_first_after)
         self._was_beside = beside_save
+        are_known = all(tier.recent_bps() for tier in self._tiers)
         if beside_save and self._kept_steps < MOST_KEPT_STEPS:
-            self._kept = self._kept or self._usual_weights()
+            self._kept = self._kept or self._usual_weights(are_known)
             self._kept_steps += 1
-        elif not is_first_after:
+        elif are_known and not is_first_after:
             if beside_save:  # for long: that is what is usual now
                 self._before.clear()
             self._kept, self._kept_steps = None, 0
             self._before.append(self.weights)
         self._placed_bytes = [0 if beside_save else tier.writes.meter.backlog_bytes for tier in self._tiers]
 
-    def _usual_weights(self) -> list[float]:
-        self._before.append(self.weights)
+    def _usual_weights(self, are_known: bool) -> list[float]:
+        if are_known or not self._before:
+            self._before.append(self.weights)
         return [statistics.fmean(each) for each in zip(*self._before, strict=True)]
 
 

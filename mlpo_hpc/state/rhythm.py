@@ -51,9 +51,13 @@ class Rhythm:
         self._passes, self.is_stepping = 0, False
 
     def is_near(self, lead_s: float) -> bool:
-        """Whether an update is expected within `lead_s`, or would have been, and does not come much later."""
+        """Whether an update is expected within `lead_s`, or would have been, and does not come much later.
+
+        The first half of the pass is none of that time, or the others would have none.
+        """
         lasted_s = list(self._lasted_s)
         if not lasted_s or self._passes < self._usual_passes:
             return False
-        lead_s = max(lead_s, LEAST_LEAD_S, min(lasted_s) / PART)
-        return min(lasted_s) - lead_s < self._now_s() - self._since_s < 2 * max(lasted_s) + lead_s
+        shortest_s = min(lasted_s)
+        lead_s = min(shortest_s / 2, max(lead_s, LEAST_LEAD_S, shortest_s / PART))
+        return shortest_s - lead_s < self._now_s() - self._since_s < 2 * max(lasted_s) + lead_s

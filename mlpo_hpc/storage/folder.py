@@ -47,6 +47,9 @@ def private_folder(directory: str) -> Iterator[str]:
         try:
             os.mkdir(folder, 0o700)
             endings.callback(os.close, _mark(folder, name))
+        except FileExistsError as error:
+            endings.pop_all()  # whoever made it
+            raise storage_error("making a folder", directory, error) from error
         except OSError as error:
             raise storage_error("making a folder", directory, error) from error
         yield folder

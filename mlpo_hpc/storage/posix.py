@@ -248,9 +248,7 @@ def open_posix(path: str) -> PosixFile:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
             direct_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-            device = os.fstat(direct_fd).st_dev
-            if device in _direct_devices or _reads_directly(direct_fd):
-                _direct_devices.add(device)
+            if _reads_directly(direct_fd):
                 os.close(fd)
                 return PosixFile(direct_fd, path, True)
             os.close(direct_fd)
@@ -314,6 +312,11 @@ def _takes_direct_io(fd: int) -> bool:
 
 def _reads_directly(fd: int) -> bool:
     """As `_takes_direct_io`, of a file whose bytes must stay."""
+    device = os.fstat(fd).st_dev
+    if device in _direct_devices:
+        return True
     with mmap.mmap(-1, ALIGNMENT_BYTES) as block, contextlib.suppress(OSError):
-        return os.preadv(fd, [block], 0) >= 0
+        if os.preadv(fd, [block], 0) > 0:  # of an empty file nothing is read, which proves nothing
+            _direct_devices.add(device)
+        return True
     return False

@@ -220,6 +220,14 @@ def test_a_folder_that_cannot_be_marked_is_not_left(tier, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_folder_that_is_there_already_is_left_alone(tier, monkeypatch):
+    with private_folder(str(tier)) as mine:
+        monkeypatch.setattr(folder, "new_name", lambda: os.path.basename(mine))
+        with pytest.raises(StorageError, match="making a folder"), private_folder(str(tier)):
+            pass
+        assert os.listdir(mine) == [MARK]
+
+
 @pytest.mark.parametrize("call", ["mkdir", "write"])
 def test_a_signal_while_a_folder_is_made_leaves_none(tier, monkeypatch, call):
     real = getattr(os, call)

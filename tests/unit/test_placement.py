@@ -110,6 +110,29 @@ def test_what_moves_beside_a_save_does_not_change_the_shares_until_a_step_withou
     assert placement.weights == pytest.approx([(200 + 200 + 150 + 150) / 4, 100.0]), "of several steps"
 
 
+def test_after_a_save_what_is_not_known_yet_is_as_before_it():
+    """Few chunks a step, or a save that ended just when it was to be looked again."""
+    tiers = [Tier(100.0), Tier(10.0)]
+    placement = Adaptive([100.0, 100.0], tiers)
+    placement.begin()
+    placement.begin(beside_save=True)
+    for tier in tiers:
+        tier.bps = None
+    for _ in range(3):
+        placement.begin()
+        assert placement.weights == [100.0, 10.0]
+    for _ in range(2 * MOST_KEPT_STEPS):
+        placement.begin(beside_save=True)
+        assert placement.weights == [100.0, 10.0]
+    tiers[0].bps, tiers[1].bps = 60.0, 10.0
+    placement.begin(beside_save=True)
+    assert placement.weights == [60.0, 10.0]
+    placement.begin()  # before any more was moved
+    for tier in tiers:
+        tier.bps = None
+    assert placement.weights == [60.0, 10.0]
+
+
 def test_where_every_step_is_beside_a_save_it_is_looked_again_now_and_then():
     tiers = [Tier(200.0), Tier(100.0)]
     placement = Adaptive([1.0, 1.0], tiers)

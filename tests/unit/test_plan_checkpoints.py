@@ -96,7 +96,9 @@ def test_what_can_wait_leaves_the_tiers_alone_shortly_before_an_update():
     way = Timetable(passes_s=6, update_s=4, busy_s=3, urgent_s=1, later_s=11)
     assert way.left_s == 6 - LEAST_LEAD_S
     assert way.iterations == pytest.approx(12 / way.left_s)
-    assert Timetable(passes_s=LEAST_LEAD_S, update_s=4, busy_s=3, urgent_s=0, later_s=3).iterations == pytest.approx(50)
+    short = Timetable(passes_s=LEAST_LEAD_S, update_s=4, busy_s=0, urgent_s=0, later_s=3)
+    assert short.left_s == LEAST_LEAD_S / 2, "of which half is left"
+    assert short.iterations == pytest.approx(60)
 
 
 @by_hand
@@ -295,6 +297,12 @@ def run(*arguments, code=0):
     done = CliRunner().invoke(main, ["plan", "llama-2-13b", *tiers, "--host-memory", "40GB", *arguments])
     assert done.exit_code == code, done.output
     return done.output
+
+
+def test_a_job_of_short_passes_that_moves_nothing_is_planned_too():
+    args = ["plan", "1B", "--gpus", "1", "--sequence", "128", "--tier", "nvme=6/5,capacity=1TB"]
+    done = CliRunner().invoke(main, args)
+    assert done.exit_code == 0, done.output
 
 
 def test_the_command_tells_checkpoints():

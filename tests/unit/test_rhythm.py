@@ -54,7 +54,8 @@ def test_nothing_is_expected_before_an_update_was_seen():
         ([2.0, 1.0, 3.0], 0.0, 1.0 - LEAST_LEAD_S, 6.0 + LEAST_LEAD_S),
         ([1.0, 2.0, 2.0, 2.0], 0.0, 2.0 - LEAST_LEAD_S, 4.0 + LEAST_LEAD_S),  # it became slower
         ([20.0], 0.5, 19.0, 41.0),
-        ([0.1], 0.0, 0.0, 0.2 + LEAST_LEAD_S),
+        ([0.1], 0.0, 0.05, 0.25),  # a short one is not left alone as a whole
+        ([0.1], 9.0, 0.05, 0.25),
     ],
 )
 @pytest.mark.parametrize("number", [1, 4])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from unittest.mock import Mock
 
@@ -118,6 +120,18 @@ TRUTH = [
     ((10 * subgroup,), ([10 * subgroup], SIZES[0]), ([10 * subgroup + 1], SIZES[1]))
     for subgroup in range(NUM_SUBGROUPS)
 ]
+
+
+def test_what_was_saved_is_not_kept_in_memory(tmp_path, monkeypatch):
+    scene = Scene(tmp_path, monkeypatch, copies=True)
+    assert scene.saved() == TRUTH
+    live = [weakref.ref(data) for pair in scene.live for data in pair]
+    gc.disable()
+    try:
+        del scene
+        assert [each() for each in live] == [None] * len(live)
+    finally:
+        gc.enable()
 
 
 def test_what_an_update_is_about_to_change_is_copied_before_it_comes(tmp_path, monkeypatch):
