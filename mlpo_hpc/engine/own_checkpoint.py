@@ -72,7 +72,7 @@ class OwnCheckpoint:
         small : mapping
             The tensors and generators of an `Outline`.
         files : mapping
-            What `link_files` gave names.
+            What `link_files` found.
         background : bool
             Whether training goes on meanwhile.
         """
