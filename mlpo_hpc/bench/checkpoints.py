@@ -2,7 +2,8 @@
 
 Each is compared with the iterations right before it. The kernel lets bytes through to a capped disk in slices of 0.1 s:
 by a few bytes more an update may wait for one more slice, or not. So each is made at other caps, up to 4 % off on both
-sides, that one may see in the mean what bytes cost.
+sides, that one may see in the mean what bytes cost. Processors and their memory are shared by passes and what moves
+beside them: what that costs passes on this machine, whoever moves it, a plain program tells that writes as much.
 
 Two cases of the same training: all tiers *shared*, the checkpoint beside the first one; and the first tier
 *node-local*, the checkpoint beside the last one, so that all that lies on the first must be copied.
@@ -33,6 +34,9 @@ CASES = {
     "node_local": "first tier node-local, checkpoint beside the last tier",
 }
 PHASES = ("save_s", "forward_s", "backward_s", "update_s")
+PASSES = ("forward_s", "backward_s")
+KEYS = ("plain", "save", "writer", "committed_s")
+"""Of what a worker answers."""
 START_S = 600.0
 SETTLING = 3
 """Iterations that do not count before each one: the first trains, the caps changed, a checkpoint was removed."""
@@ -51,6 +55,8 @@ class Case:
         For each checkpoint iterations before it, in which nothing was saved; seconds of each phase.
     saves : list of list of dict
         For each checkpoint the iterations from its save to its commit, the commit's included.
+    writers : list of list of dict
+        For each checkpoint iterations after it, in whose passes a plain program writes what was copied into it.
     committed_s : list of float
         From each call of `save_checkpoint` to its commit, as training saw it.
     checkpoint_bytes : int
@@ -63,6 +69,7 @@ class Case:
 
     plain: list[list[dict[str, float]]]
     saves: list[list[dict[str, float]]]
+    writers: list[list[dict[str, float]]]
     committed_s: list[float]
     checkpoint_bytes: int
     load_s: float
@@ -138,8 +145,8 @@ def _measure(
             cap(1.0)
             loaded = workers.order({"load": paths[-1]})[0]
     floor_s = STATE_ITEM_BYTES * conditions.numel / beside.read_bps
-    plain, found, committed_s = ([turn[key] for turn in turns] for key in ("plain", "save", "committed_s"))
-    return Case(plain, found, committed_s, **loaded, load_floor_s=floor_s)
+    plain, found, writers, committed_s = zip(*[[turn[key] for key in KEYS] for turn in turns], strict=True)
+    return Case(list(plain), list(found), list(writers), list(committed_s), **loaded, load_floor_s=floor_s)
 
 
 @contextmanager
@@ -158,12 +165,16 @@ def _folders(tiers: tuple[BenchTier, ...]) -> Iterator[tuple[tuple[BenchTier, ..
 def figures(case: Case, conditions: Conditions) -> dict[str, Any]:
     """What follows from a case: stalls in parts of an iteration without a checkpoint."""
     iteration_s = statistics.median(each["iteration_s"] for plain in case.plain for each in plain)
-    parts = {phase: [_lost_s(case, n, phase) / iteration_s for n in range(len(case.saves))] for phase in PHASES}
+    numbers = range(len(case.saves))
+    parts = {phase: [_lost_s(case, n, phase, case.saves) / iteration_s for n in numbers] for phase in PHASES}
+    beside_writer = [sum(_lost_s(case, n, phase, case.writers) for phase in PASSES) / iteration_s for n in numbers]
     bytes_per_parameter = case.checkpoint_bytes / conditions.numel
     return {
         "iteration_s": iteration_s,
         "stall": _mean([sum(of_one) for of_one in zip(*parts.values(), strict=True)]),
         "stall_by_phase": {phase: statistics.fmean(found) for phase, found in parts.items()},
+        "stall_of_passes": _mean([sum(of_one) for of_one in zip(*(parts[name] for name in PASSES), strict=True)]),
+        "plain_writer_of_passes": _mean(beside_writer),
         "committed_within_iterations": _spread([float(len(save)) for save in case.saves]),
         "committed_s": _spread(case.committed_s),
         "bytes_per_parameter": bytes_per_parameter,
@@ -172,8 +183,8 @@ def figures(case: Case, conditions: Conditions) -> dict[str, Any]:
     }
 
 
-def _lost_s(case: Case, number: int, phase: str) -> float:
-    """From a save to its commit, against the iterations before it; passes, which caps do not change, after it too.
+def _lost_s(case: Case, number: int, phase: str, iterations: list[list[dict[str, float]]]) -> float:
+    """In some iterations, against those before the save; passes, which caps do not change, also against later ones.
 
     Of updates the mean is usual, for their slices; of passes the median, for what else the machine does.
     """
@@ -182,7 +193,7 @@ def _lost_s(case: Case, number: int, phase: str) -> float:
     usual_s = (statistics.fmean if is_update else statistics.median)(
         [each[phase] for plain in beside for each in plain]
     )
-    return sum(each[phase] - usual_s for each in case.saves[number])
+    return sum(each[phase] - usual_s for each in iterations[number])
 
 
 def _mean(values: list[float]) -> dict[str, float]:

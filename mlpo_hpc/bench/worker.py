@@ -11,11 +11,15 @@ import os
 import socket
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mlpo_hpc.bench.conditions import WIDENING
 from mlpo_hpc.config import SECTION
+
+if TYPE_CHECKING:
+    from mlpo_hpc.bench.plain_writer import PlainWriter
 
 NUM_BATCHES = 8
 PLAIN = 3
@@ -136,7 +140,23 @@ class Rank:
         begin, iterations = time.perf_counter(), [self._timed(accumulation, path)]
         while not _everywhere(engine.checkpoint_committed()):
             iterations.append(self._timed(accumulation))
-        return {"plain": plain, "save": iterations, "committed_s": time.perf_counter() - begin}
+        committed_s = time.perf_counter() - begin
+        beside_writer = self._beside_writer(path, accumulation)
+        return {"plain": plain, "save": iterations, "committed_s": committed_s, "writer": beside_writer}
+
+    def _beside_writer(self, checkpoint: Path, accumulation: int) -> list[dict[str, float]]:
+        """Iterations in whose passes a plain program writes as many bytes as this rank copied into a checkpoint."""
+        import deepspeed
+
+        from mlpo_hpc.bench.plain_writer import PlainWriter
+
+        copied = checkpoint.glob(f"state-{deepspeed.comm.get_rank():05d}-*.bin")
+        iterations: list[dict[str, float]] = []
+        with PlainWriter(str(checkpoint.parent), sum(file.stat().st_size for file in copied)) as writer:
+            self._timed(accumulation)  # what the checkpoint leaves behind
+            while not _everywhere(writer.is_done()):
+                iterations.append(self._timed(accumulation, writer=writer))
+        return iterations
 
     def load_turn(self, load: str) -> dict[str, Any]:
         """Load a checkpoint, and see what space it takes."""
@@ -151,16 +171,20 @@ class Rank:
         self._engine.load_checkpoint(str(path.parent), tag=path.name)
         return {"checkpoint_bytes": space_bytes, "load_s": time.perf_counter() - begin}
 
-    def _timed(self, accumulation: int, save: Path | None = None) -> dict[str, float]:
-        """Seconds of an iteration and its phases, with a checkpoint before it."""
+    def _timed(
+        self, accumulation: int, save: Path | None = None, writer: PlainWriter | None = None
+    ) -> dict[str, float]:
+        """Seconds of an iteration and its phases, with a checkpoint before it, or a writer beside its passes."""
         begin = time.perf_counter()
         if save is not None:
             self._engine.save_checkpoint(str(save.parent), tag=save.name)
         save_s = time.perf_counter() - begin
-        sample, _ = self._iterate(accumulation)
+        sample, _ = self._iterate(accumulation, writer)
         return {"save_s": save_s, **{name: sample[name] for name in (*(f"{p}_s" for p in PHASES), "iteration_s")}}
 
-    def _iterate(self, accumulation: int) -> tuple[dict[str, Any], list[tuple[str, float, float]]]:
+    def _iterate(
+        self, accumulation: int, writer: PlainWriter | None = None
+    ) -> tuple[dict[str, Any], list[tuple[str, float, float]]]:
         """One optimizer step: its figures, and its phases with begin and end."""
         import deepspeed
 
@@ -169,10 +193,11 @@ class Rank:
         before, begin = _moved_bytes(), time.perf_counter()
         for number in range(accumulation):
             marks = [time.perf_counter()]
-            loss = engine(self._batches[number % NUM_BATCHES])
-            marks.append(self._now())
-            engine.backward(loss)
-            marks.append(self._now())
+            with nullcontext() if writer is None else writer.writing():
+                loss = engine(self._batches[number % NUM_BATCHES])
+                marks.append(self._now())
+                engine.backward(loss)
+                marks.append(self._now())
             engine.step()
             marks.append(self._now())
             phases += list(zip(PHASES, marks, marks[1:], strict=False))

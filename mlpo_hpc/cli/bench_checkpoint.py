@@ -137,15 +137,21 @@ def _lines(case: dict[str, Any]) -> dict[str, str]:
     parts = {f"  of that in {phase.removesuffix('_s')}": f"{case['stall_by_phase'][phase]:.1%}" for phase in PHASES}
     return {
         "iteration without it": f"{case['iteration_s']:.2f} s",
-        "stall, of an iteration, mean": f"{case['stall']['mean']:.1%} +- {case['stall']['error']:.1%}",
+        "stall, of an iteration, mean": _error(case["stall"]),
         "  of one checkpoint": f"{case['stall']['min']:.1%} - {case['stall']['max']:.1%}",
         **parts,
+        "passes lose": _error(case["stall_of_passes"]),
+        "  to a plain writer of as much": _error(case["plain_writer_of_passes"]),
         "committed within, iterations": _range(case["committed_within_iterations"], "{:.0f}"),
         "committed within": _range(case["committed_s"], "{:.1f}") + " s",
         "bytes a parameter": f"{case['bytes_per_parameter']:.2f}",
         "load_checkpoint": f"{case['load_s']:.2f} s",
         "  in units of reading it once": f"{case['load_vs_floor']:.2f}",
     }
+
+
+def _error(found: dict[str, float]) -> str:
+    return f"{found['mean']:.1%} +- {found['error']:.1%}"
 
 
 def _range(spread: dict[str, float], shape: str) -> str:

@@ -79,11 +79,12 @@ class OwnCheckpoint:
         for left in list(self._opened):  # by a debug call
             self._give_back(left, dirty=True)
         tiers, numels = self._store.pipeline.tiers, self._state.numels
-        lanes, is_wanted = self._store.lanes_of_device(folder) if background else [], self._store.pipeline.is_wanted
+        lanes, pipeline = self._store.lanes_of_device(folder) if background else [], self._store.pipeline
+        updates = pipeline.is_wanted, pipeline.rhythm.news
         with ExitStack() as undoing:
             for file in files.values():
                 undoing.callback(file.undo)
-            writer = ShardWriter(folder, rank, unique, Pace(lanes, is_wanted))
+            writer = ShardWriter(folder, rank, unique, Pace(lanes, *updates))
             undoing.callback(writer.remove)
             linked = {number: files[tier.name] for number, tier in enumerate(tiers) if tier.name in files}
             writer.adopted += [file.path.name for file in linked.values() if file.is_ours]
@@ -93,7 +94,7 @@ class OwnCheckpoint:
         records = [self._outline(subgroup, seal.sizes[subgroup]) for subgroup in range(len(numels))]
         pieces = [PieceEntry(**vars(piece)) for piece in self._contents.pieces]
         outline = Outline(records, pieces, self._next_order(), **small)
-        paces = [Pace([tier.reads] if background else [], is_wanted) for tier in tiers]
+        paces = [Pace([tier.reads] if background else [], *updates) for tier in tiers]
         weight_bytes = sum(flat.nbytes for flat in self.fp16_partitioned_groups_flat)  # type: ignore[attr-defined]
         copies = background and self._can_copy(weight_bytes + sum(map(len, seal.memory.values())))
         weights = [self._weights_of(subgroup) for subgroup in range(len(numels))]

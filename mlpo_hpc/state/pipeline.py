@@ -84,7 +84,7 @@ class Pipeline(Room):
         self.rhythm = Rhythm()
         self._prefetch = 2 * len(table) if prefetch is None else prefetch
         self._watch = Watch(timeout_s, self._queues)
-        self._writer = WriteBehind(table, tiers, placement, self._watch, self._after_write)
+        self._writer = WriteBehind(table, tiers, placement, self._watch, self._after_write, self.rhythm.tell)
         self._residents: dict[int, Resident] = {}
         self._awaited: int | None = None
         self._keep_bytes = pool.free_bytes - reserve_bytes

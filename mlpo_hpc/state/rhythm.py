@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,6 +35,8 @@ class Rhythm:
         self._since_s = 0.0
         self.is_stepping = False
         """Whether an update goes on."""
+        self.news = threading.Condition()
+        """Notified when the tiers may be free for others."""
 
     def backward(self) -> None:
         """A backward pass begins."""
@@ -49,6 +52,12 @@ class Rhythm:
     def end(self) -> None:
         """It has ended, also if by an error, or was left out. Idempotent."""
         self._passes, self.is_stepping = 0, False
+        self.tell()
+
+    def tell(self) -> None:
+        """Let others look whether they are free, or it does not get on without them."""
+        with self.news:
+            self.news.notify_all()
 
     def is_near(self, lead_s: float) -> bool:
         """Whether an update is expected within `lead_s`, or would have been, and does not come much later.

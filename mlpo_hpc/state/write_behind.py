@@ -30,6 +30,8 @@ class WriteBehind:
         The pipeline's.
     after : callable
         Told of each chunk that was written, under the lock, from an I/O thread.
+    starved : callable
+        Called under the lock when chunks wait for slots.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class WriteBehind:
         placement: Placement,
         watch: Watch,
         after: Callable[[int, Resident], None],
+        starved: Callable[[], None] = lambda: None,
     ) -> None:
         self.placement = placement
         self._table = table
         self._tiers = tiers
         self._watch = watch
         self._after = after
+        self._starved = starved
         self._unplaced: deque[tuple[int, int, Resident, bool]] = deque()
         self.seal: Seal | None = None
         """Waits for what was in host memory alone."""
@@ -77,6 +81,7 @@ class WriteBehind:
             cut = self._table.cuts(subgroup)[index]
             tier = self.placement.pick([len(tier.slots) for tier in self._tiers], cut.stop - cut.start)
             if tier is None:
+                self._starved()
                 return
             self._unplaced.popleft()
             self._submit(subgroup, index, resident, tier, is_usual)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +16,19 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from mlpo_hpc.bench import picture, result, room, session, systems, table, testbed, throttle, toolchain
+from mlpo_hpc.bench import (
+    checkpoints,
+    picture,
+    plain_writer,
+    result,
+    room,
+    session,
+    systems,
+    table,
+    testbed,
+    throttle,
+    toolchain,
+)
 from mlpo_hpc.bench.conditions import BenchTier, Conditions
 from mlpo_hpc.bench.crew import BenchError, Team, worker_environment
 from mlpo_hpc.bench.progress import Expectation
@@ -21,10 +36,13 @@ from mlpo_hpc.bench.result import Outcome, Sample
 from mlpo_hpc.cli import main
 from mlpo_hpc.config import load
 from mlpo_hpc.engine.translate import translate
+from mlpo_hpc.errors import StorageError
 
 MB = 10**6
 TIERS = (BenchTier("nvme", "/a", 200 * MB, 210 * MB), BenchTier("pfs", "/b", 110 * MB, 100 * MB))
 STANDARD = Conditions(TIERS)
+BENCH = Path(__file__).parent.parent.parent / "docs/bench"
+"""What was measured."""
 
 
 def config_of(system, conditions=STANDARD, swap=None):
@@ -478,3 +496,124 @@ def test_version_2_caps_and_counts_in_its_group(tmp_path):
     assert (tmp_path / "io.max").read_text() == "7:1 rbps=max wbps=max"
     assert capping.moved_bytes("7:1") == {"read": 5, "write": 6}
     assert capping.moved_bytes("7:9") == {"read": 0, "write": 0}
+
+
+# ---- checkpoints --------------------------------------------------------------------------
+
+
+def test_what_a_checkpoint_costs_and_what_a_plain_writer_costs_the_passes_by_hand():
+    def iteration(passes_s=1.0, update_s=1.0, save_s=0.0):
+        phases = {"save_s": save_s, "forward_s": 0.5 * passes_s, "backward_s": 0.5 * passes_s, "update_s": update_s}
+        return {**phases, "iteration_s": passes_s + update_s}
+
+    case = checkpoints.Case(
+        plain=[[iteration()] * 3, [iteration()] * 3],
+        saves=[[iteration(1.1, 1.2, 0.1), iteration(1.1)], [iteration(1.1, save_s=0.1), iteration()]],
+        writers=[[iteration(1.04, 9.0), iteration(1.04)], [iteration(1.02)]],
+        committed_s=[5.0, 4.0],
+        checkpoint_bytes=12 * STANDARD.numel,
+        load_s=3.0,
+        load_floor_s=2.0,
+    )
+    found = checkpoints.figures(case, STANDARD)
+    assert found["iteration_s"] == 2.0
+    assert found["stall"]["mean"] == pytest.approx((0.5 + 0.2) / 2 / 2.0)
+    assert found["stall"]["error"] == pytest.approx((0.25 - 0.10) / 2)
+    assert found["stall_by_phase"] == pytest.approx(
+        {"save_s": 0.05, "forward_s": 0.0375, "backward_s": 0.0375, "update_s": 0.05}
+    )
+    assert found["stall_of_passes"]["mean"] == pytest.approx((0.2 + 0.1) / 2 / 2.0)
+    assert found["plain_writer_of_passes"]["mean"] == pytest.approx((0.08 + 0.02) / 2 / 2.0), "its updates do not count"
+    assert (found["committed_within_iterations"]["median"], found["committed_s"]["max"]) == (2.0, 5.0)
+    assert (found["bytes_per_parameter"], found["load_vs_floor"]) == (12.0, 1.5)
+
+
+def test_a_plain_writer_writes_while_it_is_let_and_leaves_nothing(tmp_path):
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    nbytes = 3 * plain_writer.PIECE_BYTES
+    with plain_writer.PlainWriter(str(folder), nbytes) as writer:
+        assert not writer.is_done()
+        time.sleep(0.2)
+        assert not writer.is_done(), "it is stopped"
+        deadline = time.monotonic() + 60.0
+        while not writer.is_done() and time.monotonic() < deadline:
+            with writer.writing():
+                time.sleep(0.01)
+        assert writer.is_done()
+    with plain_writer.PlainWriter(str(folder), 10**12) as unfinished, unfinished.writing():
+        assert not unfinished.is_done()
+    assert unfinished._child.returncode == -signal.SIGKILL
+    assert not list(folder.iterdir())
+
+
+def test_a_plain_writer_that_cannot_write_says_so(tmp_path, capfd):
+    with pytest.raises(StorageError, match=r"ended with 1: .*nowhere"):
+        plain_writer.PlainWriter(str(tmp_path / "nowhere"), 1)
+    assert "nowhere" in capfd.readouterr().err
+
+
+def has_ended(pid):
+    """Also if nobody collects it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_plain_writer_ends_with_who_let_it(tmp_path):
+    """Stopped, it would stay for ever."""
+    program = (
+        "import sys, time; from mlpo_hpc.bench.plain_writer import PlainWriter; w = PlainWriter(sys.argv[1], 10**12);"
+        "print(w._child.pid, flush=True); time.sleep(1000)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    pid = int(owner.stdout.readline())
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    deadline = time.monotonic() + 60.0
+    while not has_ended(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert has_ended(pid)
+
+
+def rows_of_checkpoints():
+    """Of the table in the docs, from what was measured: both cores compute, or one is left to I/O."""
+    measured = [json.loads((BENCH / name).read_text())["cases"] for name in ("checkpoint.json", "checkpoint-io.json")]
+    both, one = ([each["shared"], each["node_local"]] for each in measured)
+    cases = [*both, *one]
+
+    def error(found):
+        return f"{found['mean']:.1%} +- {found['error']:.1%}"
+
+    def spread(found, shape):
+        median, least, most = (f"{found[key]:{shape}}" for key in ("median", "min", "max"))
+        return median if median == least == most else f"{median} ({least} - {most})"
+
+    phases = [case["stall_by_phase"] for case in cases]
+    yield "iteration without it", [f"{case['iteration_s']:.2f} s" for case in cases]
+    yield "stall by one checkpoint, of an iteration", [error(case["stall"]) for case in cases]
+    yield "of that in `save_checkpoint` itself", [f"{each['save_s']:.1%}" for each in phases]
+    yield "in forward and backward passes", [f"{each['forward_s'] + each['backward_s']:.1%}" for each in phases]
+    writers = [error(case["plain_writer_of_passes"]) for case in one]
+    yield "the same by a plain program that writes as much", ["", "", *writers]
+    yield "in updates", [f"{each['update_s']:.1%}" for each in phases]
+    yield "committed within, iterations", [spread(case["committed_within_iterations"], ".0f") for case in cases]
+    yield "committed within, seconds", [spread(case["committed_s"], ".1f") for case in cases]
+    yield "bytes on disk, a trained parameter", [f"{case['bytes_per_parameter']:.2f}" for case in cases]
+    loads = [f"{case['load_vs_floor']:.2f}" for case in cases]
+    yield "`load_checkpoint`, in units of reading the state once", loads
+
+
+@pytest.mark.parametrize(("name", "cells"), list(rows_of_checkpoints()))
+def test_the_docs_show_what_checkpoints_cost(name, cells):
+    assert f"| {name} | {' | '.join(cells)} |" in (BENCH.parent / "performance.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["checkpoint-io-again.json", "checkpoint-io-short.json"])
+def test_the_docs_tell_of_other_runs(name):
+    found = json.loads((BENCH / name).read_text())["cases"]["shared"]["stall"]
+    lines = (BENCH.parent / "performance.md").read_text().splitlines()
+    (line,) = (line for line in lines if f"(bench/{name})" in line)
+    assert f"{found['mean']:.1%} +- {found['error']:.1%}" in line
