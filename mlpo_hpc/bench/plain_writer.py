@@ -1,4 +1,4 @@
-"""A plain program that writes: what any traffic beside training costs it. ``python -m ... DIRECTORY NBYTES``
+"""A plain program that writes: what any traffic beside training costs it. ``python -m ... DIRECTORY NBYTES PARENT``
 
 A process of its own, of which the training one sees nothing but what it takes of the machine: processors, memory, and
 the device. It is stopped and continued by signals, so that it works in the passes alone, as the traffic of a save does.
@@ -43,7 +43,7 @@ class PlainWriter:
 
     def __init__(self, directory: str, nbytes: int) -> None:
         self._where = here(directory)
-        self._child = subprocess.Popen([sys.executable, "-m", __name__, directory, str(nbytes)])
+        self._child = subprocess.Popen([sys.executable, "-m", __name__, directory, str(nbytes), str(os.getpid())])
         _, status = os.waitpid(self._child.pid, os.WUNTRACED)
         if not os.WIFSTOPPED(status):
             self._child.returncode = os.waitstatus_to_exitcode(status)
@@ -79,8 +79,10 @@ class PlainWriter:
 
 def main() -> None:
     """Stop; when continued, write."""
-    directory, nbytes = sys.argv[1], int(sys.argv[2])
+    directory, nbytes, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process would stay for ever
+    if os.getppid() != parent:  # it ended before that
+        return
     container = open_raw(directory, PIECE_BYTES, NUM_SLOTS)
     piece = memoryview(mmap.mmap(-1, PIECE_BYTES))
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -20,7 +20,6 @@ from mlpo_hpc.engine.update import MASTER, set_group
 from mlpo_hpc.errors import ConfigError, here
 from mlpo_hpc.state.links import LinkedFile, link_files
 from mlpo_hpc.storage.contents import Contents, Piece
-from mlpo_hpc.storage.pace import Pace
 
 if TYPE_CHECKING:
     from mlpo_hpc.cluster.node import Node
@@ -80,11 +79,10 @@ class OwnCheckpoint:
             self._give_back(left, dirty=True)
         tiers, numels = self._store.pipeline.tiers, self._state.numels
         lanes, pipeline = self._store.lanes_of_device(folder) if background else [], self._store.pipeline
-        updates = pipeline.is_wanted, pipeline.rhythm.news
         with ExitStack() as undoing:
             for file in files.values():
                 undoing.callback(file.undo)
-            writer = ShardWriter(folder, rank, unique, Pace(lanes, *updates))
+            writer = ShardWriter(folder, rank, unique, pipeline.pace(lanes))
             undoing.callback(writer.remove)
             linked = {number: files[tier.name] for number, tier in enumerate(tiers) if tier.name in files}
             writer.adopted += [file.path.name for file in linked.values() if file.is_ours]
@@ -94,7 +92,7 @@ class OwnCheckpoint:
         records = [self._outline(subgroup, seal.sizes[subgroup]) for subgroup in range(len(numels))]
         pieces = [PieceEntry(**vars(piece)) for piece in self._contents.pieces]
         outline = Outline(records, pieces, self._next_order(), **small)
-        paces = [Pace([tier.reads] if background else [], *updates) for tier in tiers]
+        paces = [pipeline.pace([tier.reads] if background else []) for tier in tiers]
         weight_bytes = sum(flat.nbytes for flat in self.fp16_partitioned_groups_flat)  # type: ignore[attr-defined]
         copies = background and self._can_copy(weight_bytes + sum(map(len, seal.memory.values())))
         weights = [self._weights_of(subgroup) for subgroup in range(len(numels))]

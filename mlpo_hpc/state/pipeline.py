@@ -33,7 +33,8 @@ from mlpo_hpc.state.watch import Watch
 from mlpo_hpc.state.write_behind import WriteBehind
 from mlpo_hpc.storage.base import FileContainer
 from mlpo_hpc.storage.index import Held
-from mlpo_hpc.storage.lane import Job
+from mlpo_hpc.storage.lane import Job, Lane
+from mlpo_hpc.storage.pace import Pace
 from mlpo_hpc.storage.tier import StorageTier
 
 
@@ -255,6 +256,10 @@ class Pipeline(Room):
         if self.rhythm.is_stepping:
             return not self._writer.lacks_slots
         return self.rhythm.is_near(lead_s)
+
+    def pace(self, lanes: Sequence[Lane]) -> Pace:
+        """How traffic that can wait goes on through some lanes beside updates; without lanes nothing holds it up."""
+        return Pace(lanes, self.is_wanted, self.rhythm.news)
 
     @property
     def is_closed(self) -> bool:

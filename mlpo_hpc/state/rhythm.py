@@ -48,6 +48,7 @@ class Rhythm:
             self._usual_passes = self._passes
             self._lasted_s.append(self._now_s() - self._since_s)
         self.is_stepping = True
+        self.tell()  # it may not get on from the start
 
     def end(self) -> None:
         """It has ended, also if by an error, or was left out. Idempotent."""

@@ -41,7 +41,7 @@ class WriteBehind:
         placement: Placement,
         watch: Watch,
         after: Callable[[int, Resident], None],
-        starved: Callable[[], None] = lambda: None,
+        starved: Callable[[], None],
     ) -> None:
         self.placement = placement
         self._table = table

@@ -64,7 +64,6 @@ def test_checkpoints_beside_training_are_measured_and_nothing_is_left(case, tier
     samples = found["samples"][case]
     assert [len(samples[key]) for key in ("plain", "saves", "writers", "committed_s")] == [2] * 4
     assert all(samples["writers"]), "it took one iteration at least"
-    assert figures["plain_writer_of_passes"]["min"] <= figures["plain_writer_of_passes"]["mean"]
     assert [list((tmp_path / name).iterdir()) for name in ("a", "b")] == [[], []]
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from unittest.mock import Mock
 
 import pytest
 
-from mlpo_hpc.state.placement import Placement
 from mlpo_hpc.state.rhythm import Rhythm
-from mlpo_hpc.state.table import Record, Table
-from mlpo_hpc.state.watch import Watch
-from mlpo_hpc.state.write_behind import WriteBehind
 from mlpo_hpc.storage import pace
 from mlpo_hpc.storage.pace import Pace
+from tests.unit.test_pipeline import BLOCK, fill, make
 
 WAIT_S = 30.0
 NEVER_S = 1e6
@@ -114,12 +110,45 @@ def test_lanes_that_are_busy_are_looked_at_again():
     assert not thread.is_alive()
 
 
-def test_an_update_that_lacks_slots_lets_those_know_who_hold_them():
-    told = Mock()
-    table = Table([Record("r", 4096)], 4096)
-    tier = Mock(slots=[])
-    writer = WriteBehind(table, [tier], Placement([1.0]), Watch(WAIT_S, str), Mock(), told)
-    resident = Mock(asked=set(), unwritten=0, written={}, in_use=False)
-    writer.write(0, resident, [0])
-    assert writer.lacks_slots
-    told.assert_called_once_with()
+def started(paced):
+    """A thread that waits until it may go on, and listens."""
+    thread = threading.Thread(target=paced.wait, daemon=True)
+    thread.start()
+    while not paced._news._waiters:
+        assert thread.is_alive()
+    return thread
+
+
+def ends(thread):
+    thread.join(WAIT_S)
+    return not thread.is_alive()
+
+
+def test_an_update_of_a_pipeline_has_the_tiers_until_it_ends():
+    pipeline = make([BLOCK] * 4, 1, BLOCK, BLOCK, 0.0)
+    fill(pipeline, range(4))
+    pipeline.begin(range(4))
+    thread = started(pipeline.pace([Lane()]))
+    pipeline.rhythm.end()
+    assert ends(thread)
+
+
+def test_an_update_that_comes_to_lack_slots_lets_those_go_on_who_hold_them():
+    """In the middle of it, or from its start, when it was only expected before."""
+    pipeline = make([BLOCK] * 4, 1, BLOCK, BLOCK, 0.0)
+    fill(pipeline, range(4))
+    pipeline.begin(range(4))
+    thread = started(pipeline.pace([Lane()]))
+    (tier,) = pipeline.tiers
+    with pipeline._watch:
+        while len(tier.slots):
+            tier.slots.take()
+    pipeline.get(0)
+    pipeline.put(0)
+    assert pipeline._writer.lacks_slots
+    assert ends(thread)
+    pipeline.rhythm.end()
+    pipeline.rhythm.is_near = lambda lead_s: True
+    thread = started(pipeline.pace([Lane()]))
+    pipeline.rhythm.begin()
+    assert ends(thread)
