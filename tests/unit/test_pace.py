@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -61,8 +61,12 @@ class Waiting:
         return self.rhythm.is_stepping or self.rhythm.is_near(lead_s)
 
     def has_moved(self):
-        self._thread.join(WAIT_S)
-        return not self._thread.is_alive()
+        return ends(self._thread)
+
+
+def ends(thread):
+    thread.join(WAIT_S)
+    return not thread.is_alive()
 
 
 def test_it_goes_on_when_an_update_has_ended_and_looked_twice_until_then():
@@ -93,8 +97,7 @@ def test_the_end_of_an_update_is_not_missed_between_a_look_and_listening():
     paced.before_others = rhythm.end
     thread = threading.Thread(target=paced.wait, daemon=True)
     thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+    assert ends(thread)
 
 
 def test_lanes_that_are_busy_are_looked_at_again():
@@ -106,8 +109,7 @@ def test_lanes_that_are_busy_are_looked_at_again():
     thread.join(5 * pace.LAST_POLL_S)
     assert thread.is_alive()
     lane.idle = True
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+    assert ends(thread)
 
 
 def started(paced):
@@ -119,25 +121,23 @@ def started(paced):
     return thread
 
 
-def ends(thread):
-    thread.join(WAIT_S)
-    return not thread.is_alive()
+@pytest.fixture
+def pipeline():
+    """In an update."""
+    with closing(make([BLOCK] * 4, 1, BLOCK, BLOCK, 0.0)) as made:
+        fill(made, range(4))
+        made.begin(range(4))
+        yield made
 
 
-def test_an_update_of_a_pipeline_has_the_tiers_until_it_ends():
-    pipeline = make([BLOCK] * 4, 1, BLOCK, BLOCK, 0.0)
-    fill(pipeline, range(4))
-    pipeline.begin(range(4))
+def test_an_update_of_a_pipeline_has_the_tiers_until_it_ends(pipeline):
     thread = started(pipeline.pace([Lane()]))
     pipeline.rhythm.end()
     assert ends(thread)
 
 
-def test_an_update_that_comes_to_lack_slots_lets_those_go_on_who_hold_them():
+def test_an_update_that_comes_to_lack_slots_lets_those_go_on_who_hold_them(pipeline):
     """In the middle of it, or from its start, when it was only expected before."""
-    pipeline = make([BLOCK] * 4, 1, BLOCK, BLOCK, 0.0)
-    fill(pipeline, range(4))
-    pipeline.begin(range(4))
     thread = started(pipeline.pace([Lane()]))
     (tier,) = pipeline.tiers
     with pipeline._watch:
